@@ -1,0 +1,34 @@
+"""Documents to tokens to packed batches: everything a row needs is computed here, on the global row.
+A corpus is read once (`open_store`), a `Loader` deals its rows to data-parallel ranks, a `Batch` is ready to shard.
+"""
+
+from longspan.data.batch import Batch, lengths_from_positions, positions, shift_labels
+from longspan.data.config import DataConfig
+from longspan.data.documents import Document, read_documents
+from longspan.data.loader import Loader, eval_batches
+from longspan.data.packing import Piece, Rows, pack, tokenize
+from longspan.data.store import TokenStore, open_store, unigram_entropy
+from longspan.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "Batch",
+    "ByteTokenizer",
+    "DataConfig",
+    "Document",
+    "HuggingFaceTokenizer",
+    "Loader",
+    "Piece",
+    "Rows",
+    "TokenStore",
+    "Tokenizer",
+    "eval_batches",
+    "lengths_from_positions",
+    "load_tokenizer",
+    "open_store",
+    "pack",
+    "positions",
+    "read_documents",
+    "shift_labels",
+    "tokenize",
+    "unigram_entropy",
+]

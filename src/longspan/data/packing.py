@@ -1,0 +1,113 @@
+"""Rows of exactly `row_tokens` tokens out of documents, in order, with nothing lost and nothing padded.
+`pack` does it to a stream; `Rows` says from the lengths alone which tokens a row holds, so that any row is one look-up.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from longspan.data.documents import Document
+from longspan.data.tokenizer import Tokenizer
+from longspan.spec import SpecError
+
+IntArray = npt.NDArray[np.int64]
+
+
+def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[IntArray]:
+    """Ids of each document, int64 (n,), the tokenizer's `eos_id` appended."""
+    return (np.append(tokenizer.encode(document.text), tokenizer.eos_id) for document in documents)
+
+
+def pack(token_docs: Iterable[IntArray], row_tokens: int) -> Iterator[list[IntArray]]:
+    """Rows, each a list of documents of `row_tokens` tokens together; the last row may be shorter and is kept.
+
+        row_tokens=4    aaa bbbbbb c   ->   aaa b | bbbb | b c
+
+    A document that does not fit continues in the next row as a document of its own: it does not see its beginning,
+    its positions restart, and its first token there is no target. Empty documents vanish.
+
+    Raises SpecError: `row_tokens` below 1.
+    """
+    _check_row_tokens(row_tokens)
+    return _pack(token_docs, row_tokens)
+
+
+class Piece(NamedTuple):
+    """Tokens `start` to `stop` (exclusive) of document number `document`."""
+
+    document: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows(Sequence[list[Piece]]):
+    """The rows `pack` makes of documents of these `lengths`, int64 (N,), without their tokens.
+
+    `len(rows)` is ceil(total tokens / row_tokens); `rows[i]` is the pieces of row `i`, O(log N + pieces).
+
+    Raises SpecError: `row_tokens` below 1. IndexError: a row that is not there.
+    """
+
+    lengths: IntArray
+    row_tokens: int
+
+    def __post_init__(self) -> None:
+        _check_row_tokens(self.row_tokens)
+
+    def __len__(self) -> int:
+        return -(-self._total // self.row_tokens)
+
+    @overload
+    def __getitem__(self, row: int) -> list[Piece]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[list[Piece]]: ...
+    def __getitem__(self, row: int | slice) -> list[Piece] | list[list[Piece]]:
+        if isinstance(row, slice):
+            return [self._pieces(i) for i in range(len(self))[row]]
+        return self._pieces(range(len(self))[row])
+
+    def _pieces(self, row: int) -> list[Piece]:
+        start = row * self.row_tokens
+        stop = min(start + self.row_tokens, self._total)
+        first = int(np.searchsorted(self._stops, start, side="right"))
+        last = int(np.searchsorted(self._stops, stop, side="left"))
+        pieces = []
+        for document in range(first, last + 1):
+            end = int(self._stops[document])
+            begin = end - int(self.lengths[document])
+            if begin < end:
+                pieces.append(Piece(document, max(start, begin) - begin, min(stop, end) - begin))
+        return pieces
+
+    @cached_property
+    def _stops(self) -> IntArray:
+        return np.cumsum(self.lengths, dtype=np.int64)
+
+    @property
+    def _total(self) -> int:
+        return int(self._stops[-1]) if self._stops.size else 0
+
+
+def _pack(token_docs: Iterable[IntArray], row_tokens: int) -> Iterator[list[IntArray]]:
+    row: list[IntArray] = []
+    room = row_tokens
+    for tokens in token_docs:
+        while tokens.size:
+            piece, tokens = tokens[:room], tokens[room:]
+            row.append(piece)
+            room -= piece.size
+            if room == 0:
+                yield row
+                row, room = [], row_tokens
+    if row:
+        yield row
+
+
+def _check_row_tokens(row_tokens: int) -> None:
+    if row_tokens < 1:
+        raise SpecError(f"row_tokens {row_tokens} is below 1", hint="set the tokens of one row, such as 4096")

@@ -1,0 +1,270 @@
+"""Hugging Face Llama folders (config.json and safetensors) in and out, without transformers.
+What a folder asks for and we do not have is refused by name; nothing is dropped in silence."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ValidationError
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from longspan.model.config import ModelConfig
+from longspan.model.decoder import Decoder
+from longspan.spec import SpecError
+
+CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 * 10**9
+
+_FIELDS = {  # ours: theirs
+    "vocab_size": "vocab_size",
+    "width": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn_width": "intermediate_size",
+    "norm_eps": "rms_norm_eps",
+    "tie_embeddings": "tie_word_embeddings",
+    "init_std": "initializer_range",
+}
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}  # LlamaConfig's own
+_SCALING_FIELDS = {
+    "factor": "factor",
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "original_max_positions": "original_max_position_embeddings",
+}
+_ONLY: dict[str, tuple[Any, ...]] = {  # entries that change the computation: the values that we compute
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "attention_dropout": (0, None),
+    "partial_rotary_factor": (1, None),
+    "sliding_window": (None,),
+    "quantization_config": (None,),
+}
+
+
+def load_pretrained(
+    path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+) -> Decoder:
+    """The model of a Hugging Face Llama folder, in `dtype` (default: that of its embedding) on `device` (default: cpu).
+
+    Raises SpecError for another architecture, for an option that we do not compute (biases, dropout, RoPE scaling other
+    than llama3, quantization), and for tensors that are missing, unexpected or of another shape; it names them.
+    """
+    path = Path(path)
+    config = read_config(path)
+    with torch.device("meta"):
+        model = Decoder(config)
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    state: dict[str, Tensor] = {}
+    seen, unexpected, misshapen = set(), [], []
+    for key, tensor in _tensors(path, str(torch.device(device or "cpu"))):
+        name = _ours(key)
+        if key.endswith("rotary_emb.inv_freq"):
+            continue  # written by old transformers; follows from the config
+        seen.add(name)
+        if name not in wanted:
+            unexpected.append(key)
+        elif tuple(tensor.shape) != wanted[name]:
+            misshapen.append(f"{key} {tuple(tensor.shape)} for {wanted[name]}")
+        else:
+            state[name] = tensor if dtype is None else tensor.to(dtype)
+    missing = [_theirs(name) for name in wanted if name not in seen]
+    for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)):
+        if names:
+            raise SpecError(
+                f"{path}: {len(names)} tensors are {what}: {_first(names)}",
+                hint=f"{CONFIG} and the weights must be of one model; tie_word_embeddings is {config.tie_embeddings}",
+            )
+    dtype = dtype or state["embed_tokens.weight"].dtype
+    model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
+    return model
+
+
+def save_pretrained(
+    model: Decoder,
+    path: str | Path,
+    *,
+    state_dict: Mapping[str, Tensor] | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write `model` as a folder that transformers (4 and 5) and `load_pretrained` read. Call it on one rank.
+
+    state_dict: the whole weights by our names, for a model whose own are sharded. max_shard_bytes: files hold at most
+    that many bytes of weights, or one tensor. extra: further entries of config.json that are no part of a ModelConfig,
+    such as `max_position_embeddings` or `eos_token_id`; token ids not given are null.
+
+    Raises SpecError for a model that a Llama folder cannot describe (windows, QK-norm), for sharded weights, and for a
+    folder that already holds weights.
+    """
+    path = Path(path)
+    state = {
+        name: tensor.detach() for name, tensor in (model.state_dict() if state_dict is None else state_dict).items()
+    }
+    _check_state(model, state)
+    entries = _config_entries(model.config, state["embed_tokens.weight"].dtype, extra or {})
+    path.mkdir(parents=True, exist_ok=True)
+    if stale := sorted(file.name for file in path.glob("*.safetensors*")):
+        raise SpecError(f"{path} already holds weights: {_first(stale)}", hint="save to a new folder, or remove them")
+    shards = _split({_theirs(name): tensor for name, tensor in state.items()}, max_shard_bytes)
+    files = [WEIGHTS] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
+    for file, shard in zip(files, shards, strict=True):
+        save_file({key: tensor.cpu().contiguous() for key, tensor in shard.items()}, path / file, {"format": "pt"})
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in state.values())
+        weight_map = {key: file for file, shard in zip(files, shards, strict=True) for key in shard}
+        _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    _write_json(path / CONFIG, entries)  # last: a folder that was cut short does not load
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The ModelConfig of a Hugging Face Llama folder, from its config.json. Raises SpecError as `load_pretrained`."""
+    file = Path(path) / CONFIG
+    if not file.is_file():
+        raise SpecError(f"{path} has no {CONFIG}", hint="give the folder that save_pretrained of transformers wrote")
+    entries = json.loads(file.read_text(encoding="utf-8"))
+    architectures = entries.get("architectures") or []
+    if architectures != ["LlamaForCausalLM"]:
+        raise SpecError(f"{file}: architectures {architectures} are not supported", hint="use a LlamaForCausalLM")
+    for key, allowed in _ONLY.items():
+        if key in entries and entries[key] not in allowed:
+            raise SpecError(f"{file}: {key}={entries[key]!r} is not supported", hint=f"only {allowed[0]!r} is")
+    given = _DEFAULTS | {"num_key_value_heads": entries.get("num_attention_heads")} | _without_none(entries)
+    fields = {ours: given[theirs] for ours, theirs in _FIELDS.items() if theirs in given}
+    try:
+        return ModelConfig(**fields, **_rope_fields(file, entries))
+    except ValidationError as error:
+        raise SpecError(f"{file}: {error}", hint=f"our names: {_FIELDS}") from error
+
+
+def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling` from transformers 5 (`rope_parameters` holds both) or 4 (an entry each)."""
+    new, old = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
+    rope = old | new
+    thetas = {value for value in (entries.get("rope_theta"), rope.get("rope_theta")) if value is not None}
+    if len(thetas) > 1 or (new and old and old != {key: new.get(key) for key in old}):
+        raise SpecError(
+            f"{file}: rope_parameters {new} contradicts rope_theta {entries.get('rope_theta')}, rope_scaling {old}",
+            hint="keep rope_parameters, the newer form, and remove the others",
+        )
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise SpecError(
+            f"{file}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported", hint="only 1 is"
+        )
+    fields: dict[str, Any] = {"rope_theta": thetas.pop()} if thetas else {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        fields["rope_scaling"] = {ours: rope[theirs] for ours, theirs in _SCALING_FIELDS.items() if theirs in rope}
+    elif kind != "default":
+        raise SpecError(f"{file}: RoPE type {kind!r} is not supported", hint="use 'default' or 'llama3'")
+    return fields
+
+
+def _config_entries(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json in the form of transformers 4, which transformers 5 reads as well."""
+    if config.qk_norm or set(config.mask_names) != {"full"}:
+        raise SpecError(
+            f"a Llama folder cannot describe qk_norm={config.qk_norm}, windows={config.windows}",
+            hint="save a training checkpoint instead",
+        )
+    scaling = config.rope_scaling
+    entries = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_translate(config, _FIELDS),
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        "rope_theta": config.rope_theta,
+        "rope_scaling": scaling and {"rope_type": "llama3", **_translate(scaling, _SCALING_FIELDS)},
+    }
+    if taken := sorted(entries.keys() & extra.keys()):
+        raise SpecError(f"extra would override {taken}, which the model's config decides", hint="leave them out")
+    return entries | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | dict(extra)
+
+
+def _translate(record: BaseModel, fields: Mapping[str, str]) -> dict[str, Any]:
+    return {theirs: getattr(record, ours) for ours, theirs in fields.items()}
+
+
+def _check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
+    wanted = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
+    wrong = [
+        name
+        for name in wanted.keys() | state.keys()
+        if name not in state or tuple(state[name].shape) != wanted.get(name)
+    ]
+    if wrong:
+        raise SpecError(f"state_dict does not fit the model: {_first(sorted(wrong))}", hint="give every tensor, whole")
+    sharded = [name for name, tensor in state.items() if isinstance(tensor, DTensor) or tensor.is_meta]
+    if sharded:
+        raise SpecError(
+            f"weights are sharded or on the meta device: {_first(sharded)}",
+            hint="gather them and pass state_dict: torch.distributed.checkpoint.state_dict.get_model_state_dict "
+            "with StateDictOptions(full_state_dict=True)",
+        )
+
+
+def _tensors(path: Path, device: str) -> Iterator[tuple[str, Tensor]]:
+    if (path / WEIGHTS).is_file():
+        files = [WEIGHTS]
+    elif (path / INDEX).is_file():
+        files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        raise SpecError(
+            f"{path} has neither {WEIGHTS} nor {INDEX}",
+            hint="convert other weights with from_pretrained and save_pretrained of transformers",
+        )
+    for file in files:
+        if not (path / file).is_file():
+            raise SpecError(f"{path / file} is named in {INDEX} but is not there", hint="complete the download")
+        with safe_open(path / file, framework="pt", device=device) as opened:
+            for key in opened.keys():  # noqa: SIM118 (not a mapping)
+                yield key, opened.get_tensor(key)
+
+
+def _split(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
+    if max_bytes < 1:
+        raise SpecError(f"max_shard_bytes {max_bytes} is below 1", hint=f"leave it out for {MAX_SHARD_BYTES}")
+    shards: list[dict[str, Tensor]] = [{}]
+    room = max_bytes
+    for key, tensor in tensors.items():
+        if tensor.nbytes > room and shards[-1]:
+            shards.append({})
+            room = max_bytes
+        shards[-1][key] = tensor
+        room -= tensor.nbytes
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _ours(key: str) -> str:
+    return key.removeprefix("model.")
+
+
+def _theirs(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def _without_none(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

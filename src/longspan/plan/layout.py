@@ -1,0 +1,140 @@
+"""Which rank holds which tokens: an ordered list of spans per rank.
+
+    contiguous   0 0 0 0 1 1 1 1        zigzag   0 0 1 1 1 1 0 0        striped   0 1 0 1 0 1 0 1
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Self
+
+import numpy as np
+
+from longspan.spec import SpecError
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """A partition of `seq_len` tokens over `ranks`; rank `r` numbers its tokens by local slots, in the order of its spans.
+
+    `spans` is int64 `(n, 3)`: owner, start, stop, sorted by owner and then by slot, without empty ones. With `step` above 1
+    every rank has the one span `(rank, seq_len, step)`. `slots` fixes the local length; slots beyond a rank's tokens are dead.
+    """
+
+    name: str
+    seq_len: int
+    ranks: int
+    step: int
+    spans: Array
+    slots: int | None = None
+
+    def __post_init__(self) -> None:
+        most = int(self.counts.max())
+        if self.slots is not None and self.slots < most:
+            raise SpecError(
+                f"slots={self.slots} is less than the {most} tokens that {self.name} puts on one of {self.ranks} ranks",
+                hint=f"set slots to at least {most}, or leave it out",
+            )
+
+    @classmethod
+    def contiguous(cls, seq_len: int, ranks: int, slots: int | None = None) -> Self:
+        """Rank `r` holds the `r`-th of `ranks` runs, whose lengths differ by at most one."""
+        _check(seq_len, ranks)
+        return cls("contiguous", seq_len, ranks, 1, _chunks(seq_len, ranks, np.arange(ranks)), slots)
+
+    @classmethod
+    def zigzag(cls, seq_len: int, ranks: int, slots: int | None = None) -> Self:
+        """Rank `r` holds chunks `r` and `2 * ranks - 1 - r` of `2 * ranks`, so that causal attention costs all ranks the same.
+
+        Token counts differ by at most one: the remainder goes to the first chunks, one per rank before any rank gets a second.
+        """
+        _check(seq_len, ranks)
+        first = np.arange(ranks)
+        return cls("zigzag", seq_len, ranks, 1, _chunks(seq_len, 2 * ranks, np.concatenate((first, first[::-1]))), slots)
+
+    @classmethod
+    def striped(cls, seq_len: int, ranks: int, slots: int | None = None) -> Self:
+        """Rank `r` holds tokens `r, r + ranks, r + 2 * ranks, ...`."""
+        _check(seq_len, ranks)
+        owner = np.arange(min(ranks, seq_len))
+        spans = np.stack((owner, owner, np.full(len(owner), seq_len)), axis=1)
+        return cls("striped", seq_len, ranks, ranks, spans, slots)
+
+    @classmethod
+    def named(cls, name: str, seq_len: int, ranks: int, slots: int | None = None) -> Self:
+        """The layout of that name; for configuration files."""
+        makers = {"contiguous": cls.contiguous, "zigzag": cls.zigzag, "striped": cls.striped}
+        if name not in makers:
+            raise SpecError(f"layout {name!r} is not known", hint=f"choose one of {', '.join(makers)}")
+        return makers[name](seq_len, ranks, slots)
+
+    @cached_property
+    def counts(self) -> Array:
+        """Tokens of each rank: int64 `(ranks,)`."""
+        owner, start, stop = self.spans.T
+        counts = np.zeros(self.ranks, dtype=np.int64)
+        np.add.at(counts, owner, -((start - stop) // self.step))
+        return counts
+
+    def num_slots(self, rank: int) -> int:
+        """Local length of `rank`: its tokens, or `slots` where that is fixed."""
+        return int(self.counts[check_rank(rank, self.ranks)]) if self.slots is None else self.slots
+
+    def positions(self, rank: int) -> Array:
+        """Global index of each local slot of `rank`, -1 for a dead slot: int64 `(num_slots(rank),)`."""
+        positions = np.full(self.num_slots(rank), -1, dtype=np.int64)
+        owned = self.spans[self.spans[:, 0] == rank]
+        if len(owned):
+            tokens = np.concatenate([np.arange(start, stop, self.step) for _, start, stop in owned.tolist()])
+            positions[: len(tokens)] = tokens
+        return positions
+
+    def fingerprint(self) -> bytes:
+        """What the layout says, as bytes: equal layouts, equal bytes."""
+        head = f"layout {self.seq_len} {self.ranks} {self.step} {self.slots} "
+        return head.encode() + self.spans.astype("<i8").tobytes()
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Layout) and self.fingerprint() == other.fingerprint()
+
+    def __hash__(self) -> int:
+        return hash(self.fingerprint())
+
+    @cached_property
+    def by_start(self) -> Array:
+        """Spans of step 1 in the order of the sequence, int64 `(n, 4)`: owner, start, stop, first local slot."""
+        owner, start, stop = self.spans.T
+        length = stop - start
+        before = np.cumsum(length) - length
+        slot = before - before[np.searchsorted(owner, owner, side="left")]
+        return np.column_stack((owner, start, stop, slot))[np.argsort(start, kind="stable")]
+
+
+def check_rank(rank: int, ranks: int) -> int:
+    """`rank` itself if it is one of `ranks`, else an error."""
+    if not 0 <= rank < ranks:
+        raise SpecError(f"rank {rank} is not one of the {ranks} ranks 0..{ranks - 1}")
+    return rank
+
+
+def _check(seq_len: int, ranks: int) -> None:
+    if seq_len < 1:
+        raise SpecError(f"seq_len={seq_len}: a sequence has at least one token")
+    if ranks < 1:
+        raise SpecError(f"ranks={ranks}: a layout needs at least one rank")
+
+
+def _chunks(seq_len: int, num_chunks: int, owner: Array) -> Array:
+    """Spans `(n, 3)` of `num_chunks` runs, the first ones a token longer, sorted by owner; empty ones left out."""
+    size, longer = divmod(seq_len, num_chunks)
+    index = np.arange(num_chunks + 1)
+    edges = index * size + np.minimum(index, longer)
+    spans = np.stack((owner, edges[:-1], edges[1:]), axis=1)[np.argsort(owner, kind="stable")]
+    return spans[spans[:, 1] < spans[:, 2]]
+
+
+def spans_of(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
+    """Spans `(start, stop, step)` of `rank`, in slot order; for drawings and messages."""
+    return [(start, stop, layout.step) for owner, start, stop in layout.spans.tolist() if owner == rank]

@@ -1,0 +1,12 @@
+"""Records and the error tree. No torch."""
+
+from longspan.spec.errors import (
+    CheckpointError,
+    CommError,
+    DataError,
+    DisagreementError,
+    LongspanError,
+    SpecError,
+)
+
+__all__ = ["CheckpointError", "CommError", "DataError", "DisagreementError", "LongspanError", "SpecError"]

@@ -1,0 +1,43 @@
+"""Every error that longspan raises on purpose.
+
+    LongspanError
+    ├── SpecError        (ValueError)    a value that breaks a rule: degree, length, heads, bands, option
+    ├── DataError        (ValueError)    documents, tokenizers, packs, loader state
+    ├── CheckpointError  (ValueError)    a checkpoint that does not fit the model or the run
+    ├── DisagreementError(RuntimeError)  ranks of one group were given different things; names them
+    └── CommError        (RuntimeError)  a rank died, a hop timed out
+
+A message names the values and the rule they broke; `hint` says what to set instead.
+"""
+
+
+class LongspanError(Exception):
+    """Base of all errors of this library. `str(error)` is the message, then a blank line and `hint: ...` if there is one."""
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return self.message if self.hint is None else f"{self.message}\n\nhint: {self.hint}"
+
+
+class SpecError(LongspanError, ValueError):
+    """A layout, mask, route, shape or option that cannot be carried out."""
+
+
+class DataError(LongspanError, ValueError):
+    """Documents, a tokenizer or a loader state that cannot be used."""
+
+
+class CheckpointError(LongspanError, ValueError):
+    """A checkpoint that does not fit the model or the run."""
+
+
+class DisagreementError(LongspanError, RuntimeError):
+    """The ranks of one group were given different batches, plans or shapes."""
+
+
+class CommError(LongspanError, RuntimeError):
+    """A peer died or a transfer timed out."""
