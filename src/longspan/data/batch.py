@@ -65,7 +65,7 @@ class Batch:
     def from_documents(
         cls, documents: Sequence[npt.ArrayLike], loss_masks: Sequence[npt.ArrayLike | None] | None = None
     ) -> "Batch":
-        """Documents end to end, each integer (n,); `loss_masks`, each (n,) of 0 and 1 or None, say which tokens are targets."""
+        """Documents, each integer (n,), end to end; loss masks, (n,) of 0 and 1 or None, say what is a target."""
         rows = [_integers(document, f"document {i}") for i, document in enumerate(documents)]
         lengths = [row.size for row in rows]
         mask = None if loss_masks is None else _joined_masks(loss_masks, lengths)
@@ -112,7 +112,7 @@ class Batch:
 def shift_labels(
     ids: npt.ArrayLike, lengths: Sequence[int] | IntArray, loss_mask: npt.ArrayLike | None = None
 ) -> IntArray:
-    """Labels int64 (S,): `ids[i + 1]` within a document, -100 at its last token and before a token whose `loss_mask` is 0.
+    """Labels int64 (S,): `ids[i + 1]` within a document; -100 at its last token and before a token of `loss_mask` 0.
 
     `ids` integer (S,); `lengths` of the documents, sum S, zeros harmless; `loss_mask` (S,) of 0 and 1, indexed like
     `ids`: it says which tokens are to be predicted. All of the global row: never of a shard.

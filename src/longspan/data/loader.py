@@ -3,7 +3,7 @@ It is keyed by the data-parallel rank alone, so that all ranks of a CP, TP or PP
 """
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,6 +11,14 @@ from longspan.data.batch import Batch
 from longspan.data.packing import IntArray, Rows
 from longspan.data.store import TokenStore
 from longspan.spec import DataError, SpecError
+
+
+class _Epoch(NamedTuple):
+    """Training documents in the order of one epoch, and the rows they are cut into."""
+
+    number: int
+    order: IntArray
+    rows: Rows
 
 
 class Loader(Iterator[Batch]):
@@ -55,12 +63,12 @@ class Loader(Iterator[Batch]):
         self._seed = seed
         self._shuffle = shuffle
         self._row = 0  # rows of the global stream consumed by all ranks together
-        self._epoch_rows = (0, *self._shuffled(0, row_tokens))
+        self._epoch = self._make_epoch(0)
 
     @property
     def rows_per_epoch(self) -> int:
         """ceil(training tokens / row_tokens), of all ranks together; the same in every epoch."""
-        return len(self._epoch_rows[2])
+        return len(self._epoch.rows)
 
     @property
     def epoch(self) -> int:
@@ -85,7 +93,7 @@ class Loader(Iterator[Batch]):
         return {"row": self._row, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batches of the saved loader, at any dp degree and rows per batch; no row is read to skip it.
+        """Continue after the batches of the saved loader, at any dp degree and rows per batch, without reading them.
 
         Raises DataError: a state of another corpus, tokenizer, split, seed or row length, which names the values.
         """
@@ -121,19 +129,18 @@ class Loader(Iterator[Batch]):
 
     def _row_documents(self, row: int) -> list[np.ndarray[Any, Any]]:
         epoch, row = divmod(row, self.rows_per_epoch)
-        if epoch != self._epoch_rows[0]:
-            self._epoch_rows = (epoch, *self._shuffled(epoch, self._row_tokens))
-        _, order, rows = self._epoch_rows
-        return _documents(self._store, order, rows, row)
+        if epoch != self._epoch.number:
+            self._epoch = self._make_epoch(epoch)
+        return _documents(self._store, self._epoch.order, self._epoch.rows, row)
 
-    def _shuffled(self, epoch: int, row_tokens: int) -> tuple[IntArray, Rows]:
+    def _make_epoch(self, number: int) -> _Epoch:
         order = self._store.train
         if self._shuffle:
             # Sorting raw bits instead of Generator.permutation: NumPy keeps a bit generator's stream across versions,
             # not a Generator's, and a run must resume under a newer NumPy.
-            bits = np.random.PCG64([self._seed, epoch]).random_raw(order.size)
+            bits = np.random.PCG64([self._seed, number]).random_raw(order.size)
             order = order[np.argsort(bits, kind="stable")]
-        return order, Rows(self._store.lengths[order], row_tokens)
+        return _Epoch(number, order, Rows(self._store.lengths[order], self._row_tokens))
 
 
 def eval_batches(

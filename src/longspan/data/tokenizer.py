@@ -88,7 +88,7 @@ class HuggingFaceTokenizer:
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.eos_id = self._eos_id(_declared_eos(file.parent) if eos is None else eos, file)
-        self.fingerprint = f"{hashlib.sha256(data).hexdigest()}:{self.eos_id}"
+        self.fingerprint = hashlib.sha256(data + f"\neos {self.eos_id}".encode()).hexdigest()
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)

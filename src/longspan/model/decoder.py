@@ -99,7 +99,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward layer, each on a normalised residual: the unit to shard, compile and recompute."""
+    """Attention and a gated feed-forward layer, each on a normalised residual: the unit to shard and recompute."""
 
     def __init__(self, config: ModelConfig, recompute: Recompute, saved_ops: tuple[str, ...]) -> None:
         super().__init__()

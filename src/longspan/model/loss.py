@@ -2,6 +2,7 @@
 What turns local sums into the mean over the global batch is here too, so that it is written once."""
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ def token_loss_sum(hidden: Tensor, labels: Tensor, weight: Tensor, *, chunk_toke
     No valid label, or no token at all, gives exactly 0 with zero gradients, still attached to the graph: a rank without
     targets takes part in every collective of backward.
 
-    Raises SpecError for shapes and dtypes that do not fit and, on the CPU only (elsewhere looking would wait for the
-    device), for a label outside [0, V) other than -100.
+    Raises SpecError for shapes and dtypes that do not fit and, in eager code on the CPU (elsewhere looking would wait
+    for the device), for a label outside [0, V) other than -100.
     """
     _check(hidden, labels, weight, chunk_tokens)
     if chunk_tokens is None:
@@ -66,7 +67,7 @@ def mean_loss_scale(num_targets_global: int, group_size: int) -> float:
 
 
 class _TokenLossSum(torch.autograd.Function):
-    """One pass over chunks each way. Checkpointed chunks would have autograd sum the gradient of a bf16 weight in bf16."""
+    """One pass over chunks each way. Autograd, over checkpointed chunks, would sum a bf16 weight's gradient in bf16."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int) -> Tensor:
@@ -103,7 +104,8 @@ class _TokenLossSum(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """Without autocast, which would be on in forward and off in backward: both must see the same logits."""
-    with torch.autocast(hidden.device.type, enabled=False):
+    kind = hidden.device.type
+    with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         return F.linear(hidden, weight).to(_wide(hidden))
 
 
@@ -130,7 +132,7 @@ def _check(hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int | N
         raise SpecError(f"labels are {labels.dtype}", hint="use torch.int64")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise SpecError(f"chunk_tokens {chunk_tokens} is below 1", hint="leave it out for 64 MiB of logits at a time")
-    if labels.device.type == "cpu":
+    if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= weight.shape[0]))]
         if wrong.numel():
             raise SpecError(

@@ -39,10 +39,9 @@ def area(bands: Array) -> Array:
     return _pairs_up_to(hi - shift, num_q, num_k) - _pairs_up_to(lo - shift - 1, num_q, num_k)
 
 
-def is_full(bands: Array) -> Array:
-    """Whether each trimmed band `(n, 6)` is its whole rectangle: bool `(n,)`."""
-    q0, q1, k0, k1, lo, hi = bands.T
-    return (lo == q0 - k1 + 1) & (hi == q1 - 1 - k0)
+def tile_area(tile: tuple[int, int, int, int, int, int]) -> int:
+    """Pairs in one band, for where there is only one."""
+    return int(area(np.array([tile], dtype=np.int64))[0])
 
 
 def merge(tiles: Array, group: Array) -> tuple[Array, Array]:

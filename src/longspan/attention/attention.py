@@ -1,0 +1,62 @@
+"""`attention`: local shards in, local shard out, exact over the whole sequence, differentiable."""
+
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from longspan.attention.executor import Share
+from longspan.attention.operators import ShareRef, attention_forward
+from longspan.comm.groups import Group, as_group, rank_and_size
+from longspan.plan import Plan
+from longspan.spec import SpecError
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    plan: Plan,
+    group: Group = None,
+    scale: float | None = None,
+    kernel: str = "auto",
+    sink: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Softmax attention of this rank's queries over every key of the sequence that the plan's mask lets them see.
+
+    q `(B, H, T, D)`, k `(B, K, T, D)`, v `(B, K, T, Dv)` are this rank's slots; the result is `(B, H, T, Dv)` in q's type, 0 for
+    dead slots and queries that see nothing. `group` is a process group or 1-D mesh of `plan.ranks` ranks. `scale` defaults
+    to `D ** -0.5`. `kernel` is "auto", "sdpa" or "reference". `sink (H,)` is a learnable logit per head in every row's
+    denominator; its gradient holds this rank's rows only, like that of any replicated parameter.
+
+    Collective: every rank of the group calls it alike, forward and backward. The first call on a plan compares the ranks.
+    There is no dropout. Raises `SpecError` before any exchange if the tensors do not fit the plan, `DisagreementError` if
+    ranks differ, `CommError` if a peer is lost. Semantics follow `torch.nn.functional.scaled_dot_product_attention`.
+    """
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    out, _ = attention_forward(q, k, v, sink, share_of(plan, group, kernel), scale)
+    return out
+
+
+_shares: "weakref.WeakKeyDictionary[Plan, list[ShareRef]]" = weakref.WeakKeyDictionary()
+"""A plan's shares, for as long as the plan lives: which rank this is, and that the ranks have agreed."""
+
+
+def share_of(plan: Plan, group: Group, kernel: str = "auto") -> ShareRef:
+    """This rank's share of a plan in a group, made once."""
+    process_group = as_group(group)
+    known = _shares.setdefault(plan, [])
+    for ref in known:
+        if ref.share.plan is plan and ref.share.group is process_group and ref.share.kernel == kernel:
+            return ref
+    rank, size = rank_and_size(process_group)
+    if size != plan.ranks:
+        raise SpecError(
+            f"the plan is for {plan.ranks} ranks and the group has {size}",
+            hint="make the layout with as many ranks as the group" if size > 1 or dist.is_initialized() else "give group=",
+        )
+    ref = ShareRef(Share(plan, rank, process_group, kernel))
+    known.append(ref)
+    return ref

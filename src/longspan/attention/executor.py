@@ -1,0 +1,306 @@
+"""Runs one rank's share of any plan, forward and backward: tiles on this rank's queries while the next hop is in flight.
+
+    B batch, H query heads, K KV heads, T slots of this rank, D head dim, R rows of a buffer
+
+Buffers that travel are "rows first", `(R, B, K, D)`: any run of rows is contiguous, and a view gives a kernel its
+`(B, K, R, D)`. Partial results are merged in the plan's order, in at least fp32.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from longspan.attention.kernel import Kernel, choose_kernel
+from longspan.attention.merge import accumulation_dtype, merge_, merge_sink_, sink_gradient
+from longspan.comm.hops import Flight, Hop
+from longspan.comm.traffic import Call, call
+from longspan.plan import Plan, Runs, Step, Tile, Transfer
+from longspan.plan import bands as algebra
+
+Tensor = torch.Tensor
+Rows = tuple[Tensor, Tensor]
+"""Keys and values of a buffer, rows first: `(R, B, K, D)` and `(R, B, K, Dv)`."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank runs: its place in the plan, the group its hops use, and the kernel asked for."""
+
+    plan: Plan
+    rank: int
+    group: torch.distributed.ProcessGroup | None
+    kernel: str
+
+    @property
+    def steps(self) -> Sequence[Step]:
+        return self.plan.rank_plan(self.rank).steps
+
+    @property
+    def tokens(self) -> int:
+        return self.plan.rank_plan(self.rank).tokens
+
+
+def run_forward(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` like q, lse `(B, H, T)`."""
+    kernel = choose_kernel(share.kernel, q, k, v)
+    with call("forward", share.plan.route, kernel.name, share.rank, timed=q.device.type == "cpu") as meter:
+        result = _Output(q, v)
+        for step, _, (keys, values) in _relay(share, (_rows_first(k), _rows_first(v)), meter):
+            for tile in _pieces(kernel, step.tiles, q.device):
+                with meter.spend("kernels"):
+                    out, lse = kernel.forward(
+                        _queries(q, tile), _keys(keys, tile), _keys(values, tile), tile.shape, scale
+                    )
+                _count(meter, tile)
+                with meter.spend("merging"):
+                    result.add(tile, out, lse)
+                del out, lse
+        return result.finish(sink)
+
+
+def run_backward(
+    share: Share, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v, shaped and typed like them, and of the sink `(H,)` from this rank's rows (`(0,)` without one).
+
+    The own shard comes last: its gradients meet what came home, and no buffer but the travelling ones waits for it.
+    """
+    kernel = choose_kernel(share.kernel, q, k, v)
+    with call("backward", share.plan.route, kernel.name, share.rank, timed=q.device.type == "cpu") as meter:
+        dq = _Gradient(q)
+        home = (_Gradient(k), _Gradient(v))
+
+        def compute(step: Step, rows: Rows, gradients: tuple["_Gradient", "_Gradient"]) -> None:
+            for tile in _pieces(kernel, step.tiles, q.device):
+                with meter.spend("kernels"):
+                    dq_tile, dk_tile, dv_tile = kernel.backward(
+                        *(_queries(x, tile) for x in (dout, q)),
+                        *(_keys(x, tile) for x in rows),
+                        *(_queries(x, tile) for x in (out, lse)),
+                        tile.shape,
+                        scale,
+                    )
+                _count(meter, tile)
+                travelling.arrive()
+                with meter.spend("merging"):
+                    dq.add(tile.q0, tile.q1, dq_tile)
+                    gradients[0].add(tile.k0, tile.k1, dk_tile)
+                    gradients[1].add(tile.k0, tile.k1, dv_tile)
+                del dq_tile, dk_tile, dv_tile
+
+        own = (_rows_first(k), _rows_first(v))
+        travelling = _Travelling(share, home, meter)
+        for step, following, rows in _relay(share, own, meter):
+            if step.source == share.rank:
+                travelling.expect(following, rows)
+            else:
+                compute(step, rows, travelling.here)
+                travelling.hand_over(step, following, rows)
+        travelling.finish()
+        compute(share.steps[0], own, home)
+        if sink is None:
+            dsink = q.new_empty(0)
+        else:
+            live = slice(0, share.tokens)
+            dsink = sink_gradient(dout[:, :, live], out[:, :, live], lse[:, :, live], sink)
+        return dq.finish(), home[0].finish(), home[1].finish(), dsink
+
+
+def _relay(share: Share, own: Rows, meter: Call) -> Iterator[tuple[Step, Step | None, Rows]]:
+    """Each step, the step after it, and its keys and values. While the caller computes, this buffer goes on and the next one arrives.
+
+    One buffer is in use and one in flight. A rank waits only for the rank before it, at an earlier distance: no cycle.
+    """
+    rows: Rows = own
+    for step, following in zip(share.steps, [*share.steps[1:], None], strict=True):
+        hop = Hop()
+        arriving = rows
+        if step.send is not None:
+            hop.sends += [(step.send.peer, _pick(x, step.send.runs)) for x in rows]
+        if following is not None:
+            arriving = _buffers(following.rows, rows)
+            if following.recv is not None:
+                meter.rows_received += following.rows
+                hop.receives += [(following.recv.peer, x) for x in arriving]
+        flight = hop.post(share.group, meter)
+        del hop
+        yield step, following, rows
+        flight.wait(meter)
+        rows = arriving
+
+
+@dataclass
+class _Incoming:
+    """Messages under way and, where rows arrive packed, the place they go to."""
+
+    flight: Flight
+    packed: list[tuple[Tensor, Tensor, Runs]] = field(default_factory=list)
+
+    def wait(self, meter: Call) -> None:
+        self.flight.wait(meter)
+        for rows, target, runs in self.packed:
+            _place(target, runs, rows)
+        self.packed = []
+
+
+class _Travelling:
+    """Partial dK, dV on their way: from the rank before, onwards to the next, and home from the farthest rank."""
+
+    def __init__(self, share: Share, home: tuple["_Gradient", "_Gradient"], meter: Call) -> None:
+        self._share, self._home, self._meter = share, home, meter
+        self._arriving = self._homing = _Incoming(Flight([], Hop()))
+        self.here: tuple[_Gradient, _Gradient] = home
+
+    def expect(self, step: Step | None, like: Rows) -> None:
+        """Before any gradient has been computed: make room for those of the first step that is not our own."""
+        self._arriving = self._next(Hop(), step, like)
+
+    def arrive(self) -> None:
+        """Wait until the partial gradients of the current step are here (and those of the step before have left)."""
+        self._arriving.wait(self._meter)
+
+    def hand_over(self, step: Step, following: Step | None, like: Rows) -> None:
+        """Send the finished gradients of `step` on and home, and make room for those of the `following` step."""
+        self.arrive()
+        self._homing.wait(self._meter)
+        done = [gradient.rows() for gradient in self.here]
+        onwards, homewards = Hop(), Hop()
+        if step.grad_send is not None:
+            onwards.sends += [(step.grad_send.peer, _pick(x, step.grad_send.runs)) for x in done]
+        if step.home_send is not None:
+            homewards.sends += [(step.home_send.peer, _pick(x, step.home_send.runs)) for x in done]
+        self._arriving = self._next(onwards, following, like)
+        self._homing = self._receive(homewards, step.home_recv, self._home)
+
+    def finish(self) -> None:
+        """Wait for everything that is still under way."""
+        self.arrive()
+        self._homing.wait(self._meter)
+
+    def _next(self, onwards: Hop, following: Step | None, like: Rows) -> _Incoming:
+        if following is None:
+            return self._receive(onwards, None, self.here)
+        self.here = (_Gradient(like[0], following.rows), _Gradient(like[1], following.rows))
+        return self._receive(onwards, following.grad_recv, self.here)
+
+    def _receive(self, hop: Hop, transfer: Transfer | None, gradients: tuple["_Gradient", "_Gradient"]) -> _Incoming:
+        """Post `hop`, with rows that arrive for `gradients`: straight into place if they are one run, else packed."""
+        packed = []
+        for gradient in gradients if transfer is not None else ():
+            target, runs = gradient.rows(), transfer.runs
+            if len(runs) == 1:
+                rows = target[runs[0][0] : runs[0][1]]
+            else:
+                rows = target.new_empty(transfer.rows, *target.shape[1:])
+                packed.append((rows, target, runs))
+            hop.receives.append((transfer.peer, rows))
+        return _Incoming(hop.post(self._share.group, self._meter), packed)
+
+
+class _Output:
+    """The attention output of this rank's queries so far, `(B, H, T, Dv)` and `(B, H, T)`, merged in place."""
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        self._like = q
+        self._shape = (*q.shape[:3], v.shape[3])
+        self._out: Tensor | None = None
+        self._lse: Tensor
+
+    def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
+        wide = accumulation_dtype(out.dtype)
+        if self._out is None:
+            if tile.q1 - tile.q0 == self._shape[2]:
+                self._out, self._lse = out, lse
+                return
+            self._allocate(wide)
+        elif self._out.dtype != wide:
+            self._out = self._out.to(wide)
+        rows = slice(tile.q0, tile.q1)
+        merge_(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
+
+    def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        if self._out is None:
+            self._allocate(accumulation_dtype(self._like.dtype))
+        if sink is not None:
+            self._out = self._out.to(accumulation_dtype(self._out.dtype))
+            merge_sink_(self._out, self._lse, sink)
+        return self._out.to(self._like.dtype).contiguous(), self._lse.contiguous()
+
+    def _allocate(self, wide: torch.dtype) -> None:
+        self._out = self._like.new_zeros(self._shape, dtype=wide)
+        self._lse = self._like.new_full(self._shape[:3], float("-inf"), dtype=wide)
+
+
+class _Gradient:
+    """A sum of tile gradients, rows first, in at least fp32. The first tile is taken as it is where it covers all rows."""
+
+    def __init__(self, like: Tensor, rows: int | None = None) -> None:
+        """`like` is `(B, K, T, D)`, or rows first when `rows` gives their number."""
+        B, K, T, D = like.shape if rows is None else (like.shape[1], like.shape[2], rows, like.shape[3])
+        self._like, self._shape = like, (T, B, K, D)
+        self._sum: Tensor | None = None
+
+    def add(self, start: int, stop: int, part: Tensor) -> None:
+        """Add `part (B, K, stop - start, D)` to those rows."""
+        part = _rows_first(part)
+        if self._sum is None and stop - start == self._shape[0]:
+            self._sum = part.to(accumulation_dtype(part.dtype)).contiguous()
+        else:
+            self.rows()[start:stop] += part
+
+    def rows(self) -> Tensor:
+        """The sum so far, `(T, B, K, D)`."""
+        if self._sum is None:
+            self._sum = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
+        return self._sum
+
+    def finish(self) -> Tensor:
+        """`(B, K, T, D)` in the type of the input."""
+        return _from_rows_first(self.rows().to(self._like.dtype))
+
+
+def _pieces(kernel: Kernel, tiles: Sequence[Tile], device: torch.device) -> Iterator[Tile]:
+    for tile in tiles:
+        yield from kernel.split(tile, device)
+
+
+def _count(meter: Call, tile: Tile) -> None:
+    meter.kernel_calls += 1
+    meter.pairs += algebra.tile_area(tile)
+
+
+def _queries(x: Tensor, tile: Tile) -> Tensor:
+    return x[:, :, tile.q0 : tile.q1]
+
+
+def _keys(rows: Tensor, tile: Tile) -> Tensor:
+    return _from_rows_first(rows[tile.k0 : tile.k1])
+
+
+def _rows_first(x: Tensor) -> Tensor:
+    """`(B, K, T, D)` seen as `(T, B, K, D)`."""
+    return x.permute(2, 0, 1, 3)
+
+
+def _from_rows_first(rows: Tensor) -> Tensor:
+    """`(T, B, K, D)` seen as `(B, K, T, D)`."""
+    return rows.permute(1, 2, 0, 3)
+
+
+def _buffers(rows: int, like: Rows) -> Rows:
+    keys, values = (x.new_empty(rows, *x.shape[1:]) for x in like)
+    return keys, values
+
+
+def _pick(rows: Tensor, runs: Runs) -> Tensor:
+    """The rows of `runs`, contiguous: as they are if they are one contiguous run, else packed."""
+    if len(runs) == 1:
+        return rows[runs[0][0] : runs[0][1]].contiguous()
+    return torch.cat([rows[start:stop] for start, stop in runs])
+
+
+def _place(target: Tensor, runs: Runs, packed: Tensor) -> None:
+    """The inverse of `_pick`."""
+    for (start, stop), part in zip(runs, packed.split([stop - start for start, stop in runs]), strict=True):
+        target[start:stop] = part

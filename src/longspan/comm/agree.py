@@ -1,0 +1,65 @@
+"""Make the ranks of a group prove that they were given the same thing, before anything else is exchanged."""
+
+import hashlib
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+
+from longspan.comm.groups import wire_device
+from longspan.spec import DisagreementError, LongspanError
+
+_WIDTH = 32
+_TEXT = 480
+
+
+def check_agreement(group: dist.ProcessGroup | None, what: dict[str, bytes], problem: LongspanError | None = None) -> None:
+    """Compare `what` (name -> bytes) over the ranks of `group`; raise on every rank if one differs or has a `problem`.
+
+    Collective, one all-gather of a few hundred bytes. The error names the part that differs and the ranks that hold the
+    minority's version; a rank's own `problem` is raised there as it is, and elsewhere as a `DisagreementError` naming it.
+    """
+    if group is None or dist.get_world_size(group) == 1:
+        if problem is not None:
+            raise problem
+        return
+    text = ("" if problem is None else str(problem)).encode()[:_TEXT]
+    parts = [hashlib.sha256(value).digest() for value in what.values()]
+    packet = b"".join(parts) + len(text).to_bytes(2, "little") + text.ljust(_TEXT, b"\0")
+    device = wire_device(group)
+    mine = torch.frombuffer(bytearray(packet), dtype=torch.uint8).to(device)
+    everyone = torch.empty(dist.get_world_size(group), len(packet), dtype=torch.uint8, device=device)
+    dist.all_gather_single(everyone.view(-1), mine, group=group)
+    packets = [bytes(row) for row in everyone.cpu().numpy()]
+    if problem is not None:
+        raise problem
+    _raise_first_problem(group, packets, _WIDTH * len(parts))
+    for index, name in enumerate(what):
+        _raise_on_difference(group, name, [p[_WIDTH * index : _WIDTH * (index + 1)] for p in packets])
+
+
+def _raise_first_problem(group: dist.ProcessGroup, packets: list[bytes], offset: int) -> None:
+    for rank, packet in enumerate(packets):
+        size = int.from_bytes(packet[offset : offset + 2], "little")
+        if size:
+            text = packet[offset + 2 : offset + 2 + size].decode(errors="replace")
+            raise DisagreementError(f"{_name(group, rank)} cannot go on: {text}")
+
+
+def _raise_on_difference(group: dist.ProcessGroup, name: str, versions: list[bytes]) -> None:
+    (common, _), *others = Counter(versions).most_common()
+    if not others:
+        return
+    odd = [rank for rank, version in enumerate(versions) if version != common]
+    raise DisagreementError(
+        f"the ranks of one context-parallel group were given different {name}: {', '.join(_name(group, r) for r in odd)} "
+        f"differ from {_name(group, versions.index(common))}",
+        hint="every rank of a CP group reads the same samples: key the loader by the data-parallel rank alone",
+    )
+
+
+def _name(group: dist.ProcessGroup, rank: int) -> str:
+    world = dist.get_global_rank(group, rank)
+    return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"
+
+

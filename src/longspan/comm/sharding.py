@@ -1,0 +1,85 @@
+"""Cut a global tensor into a rank's local slots, and put the pieces together again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from longspan.comm.groups import wire_device
+from longspan.plan import Layout
+from longspan.spec import SpecError
+
+
+def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int, fill: float = 0) -> torch.Tensor:
+    """This rank's slots of `x`, whose `dim` counts the `S` global tokens: `S` becomes `T`. Differentiable.
+
+    Dead slots hold `fill`. Raises `SpecError` if the length is not `S`: another length would give the wrong rows.
+    """
+    index = _check(x, layout.seq_len, dim)
+    positions = torch.from_numpy(layout.positions(rank)).to(x.device)
+    local = x.index_select(index, positions.clamp(min=0))
+    dead = layout.num_slots(rank) - int(layout.counts[rank])
+    if dead:
+        local = local.clone()
+        local.narrow(index, local.shape[index] - dead, dead).fill_(fill)
+    return local
+
+
+def unshard(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.Tensor:
+    """The global tensor from every rank's slots, in rank order: `T` becomes `S`; dead slots are dropped. Differentiable."""
+    if len(parts) != layout.ranks:
+        raise SpecError(f"{len(parts)} parts were given for a layout of {layout.ranks} ranks")
+    index = dim % parts[0].ndim
+    live = [part.narrow(index, 0, int(count)) for part, count in zip(parts, layout.counts, strict=True)]
+    order = torch.cat([torch.from_numpy(layout.positions(rank)) for rank in range(layout.ranks)])
+    inverse = torch.argsort(order[order >= 0]).to(parts[0].device)
+    return torch.cat(live, dim=index).index_select(index, inverse)
+
+
+def gather(x: torch.Tensor, layout: Layout, rank: int, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """`unshard` over a group: every rank gives its slots and gets the global tensor. Collective, differentiable.
+
+    Backward takes this rank's slots of the incoming gradient, as for a loss that every rank computes in full, alike.
+    """
+    return _Gather.apply(x, layout, rank, dim, group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, layout: Layout, rank: int, dim: int, group: dist.ProcessGroup | None
+    ) -> torch.Tensor:
+        ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
+        index = dim % x.ndim
+        if x.shape[index] != layout.num_slots(rank):
+            raise SpecError(
+                f"dim {dim} of a tensor {tuple(x.shape)} is not the {layout.num_slots(rank)} slots of rank {rank}",
+                hint="unshard takes what shard gave",
+            )
+        if group is None:
+            return unshard([x], layout, dim)
+        # Ranks may hold different numbers of slots, which all-gather does not take: all send the longest.
+        longest = max(layout.num_slots(r) for r in range(layout.ranks))
+        padded = x.new_zeros(longest, *(size for d, size in enumerate(x.shape) if d != index))
+        padded[: x.shape[index]] = x.movedim(index, 0)
+        padded = padded.to(wire_device(group))
+        everyone = padded.new_empty(layout.ranks, *padded.shape)
+        dist.all_gather_single(everyone.view(-1), padded.view(-1), group=group)
+        parts = [everyone[r, : layout.num_slots(r)].movedim(0, index) for r in range(layout.ranks)]
+        return unshard(parts, layout, dim).to(x.device)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+        return shard(grad, ctx.layout, ctx.rank, ctx.dim), None, None, None, None
+
+
+def _check(x: torch.Tensor, seq_len: int, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise SpecError(f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}")
+    if x.shape[dim] != seq_len:
+        raise SpecError(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows; the sequence has {seq_len} tokens",
+            hint="give the global tensor, once: it may be sharded already, or have its sequence in another dim",
+        )
+    return dim % x.ndim

@@ -1,0 +1,32 @@
+"""The public names of longspan.data, and nothing else."""
+
+import longspan.data
+
+
+def test_all_is_what_is_public():
+    assert longspan.data.__all__ == [
+        "Batch",
+        "ByteTokenizer",
+        "DataConfig",
+        "Document",
+        "HuggingFaceTokenizer",
+        "Loader",
+        "Piece",
+        "Rows",
+        "TokenStore",
+        "Tokenizer",
+        "eval_batches",
+        "lengths_from_positions",
+        "load_tokenizer",
+        "open_store",
+        "pack",
+        "positions",
+        "read_documents",
+        "shift_labels",
+        "tokenize",
+        "unigram_entropy",
+    ]
+
+
+def test_every_public_name_has_a_docstring():
+    assert [name for name in longspan.data.__all__ if not getattr(longspan.data, name).__doc__] == []

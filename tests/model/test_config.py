@@ -1,0 +1,70 @@
+"""ModelConfig: what it derives, what it counts, and what its errors say."""
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from longspan.model import Decoder, Llama3RopeScaling, ModelConfig
+
+from .reference import make_config
+
+
+def test_head_dim_defaults_to_an_equal_share_of_the_width():
+    assert make_config(width=48, num_heads=4).head_dim == 12
+    assert make_config(width=48, num_heads=4, head_dim=16).head_dim == 16
+
+
+def test_mask_names_follow_the_windows():
+    assert make_config(num_layers=3).mask_names == ("full", "full", "full")
+    assert make_config(num_layers=3, windows=(None, 4096, 7)).mask_names == ("full", "window-4096", "window-7")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"tie_embeddings": True}, {"qk_norm": True}, {"head_dim": 10}, {"num_kv_heads": 4, "num_layers": 3}],
+)
+def test_num_parameters_counts_the_modules_own(changes):
+    config = make_config(**changes)
+    with torch.device("meta"):
+        model = Decoder(config)
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_num_parameters_of_smollm2_135m():
+    config = ModelConfig(
+        vocab_size=49152, width=576, num_layers=30, num_heads=9, num_kv_heads=3, ffn_width=1536, tie_embeddings=True
+    )
+    assert config.num_parameters == 134_515_008
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_heads": 9, "num_kv_heads": 2, "width": 36}, ["2 KV heads do not divide 9 query heads", "[1, 3, 9]"]),
+        ({"width": 30}, ["width 30 is not a multiple of 4 heads", "set head_dim"]),
+        ({"head_dim": 7}, ["head_dim 7 is odd", "head_dim=8"]),
+        ({"width": 12}, ["head_dim 3 is odd"]),
+        ({"windows": (None,)}, ["windows has 1 entries for 2 layers", "None = full"]),
+        ({"windows": (None, 0)}, ["window 0 of layer 1 is below 1", "None for full"]),
+        ({"num_layers": 0}, ["num_layers", "greater than 0", "input_value=0"]),
+        ({"rope_scaling": {"kind": "yarn"}}, ["rope_scaling 'yarn' is not supported", "Llama3RopeScaling"]),
+        ({"dropout": 0.1}, ["dropout", "Extra inputs are not permitted"]),
+    ],
+)
+def test_errors_name_the_values_and_the_way_out(changes, words):
+    with pytest.raises(ValidationError) as caught:
+        make_config(**changes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_llama3_scaling_needs_a_band_between_its_factors():
+    with pytest.raises(ValidationError, match=r"high_freq_factor 1.0 is not above low_freq_factor 4.0"):
+        Llama3RopeScaling(factor=8, low_freq_factor=4, high_freq_factor=1, original_max_positions=8192)
+
+
+def test_configs_are_frozen_values():
+    config = make_config(windows=[None, 3])
+    with pytest.raises(ValidationError, match="frozen"):
+        config.width = 64
+    assert ModelConfig(**config.model_dump()) == config
+    assert hash(config) == hash(make_config(windows=(None, 3)))

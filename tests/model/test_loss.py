@@ -1,0 +1,173 @@
+"""The loss against values worked out by hand and against plain, unchunked cross-entropy in fp64."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from longspan.model import count_targets, mean_loss_scale, token_loss_sum
+from longspan.spec import SpecError
+
+from .reference import relative_error
+
+ZIGZAG = ([0, 1, 6, 7], [2, 3, 4, 5])
+CONTIGUOUS = ([0, 1, 2, 3], [4, 5, 6, 7])
+STRIPED = ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def tokens_with_losses(losses: list[float]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Hidden states and a head whose token losses against label 0 are as given: of logits (0, a) it is log(1 + e^a)."""
+    hidden = torch.tensor([[0.0, math.log(math.expm1(loss))] for loss in losses], dtype=torch.float64)
+    return hidden.requires_grad_(), torch.eye(2, dtype=torch.float64).requires_grad_()
+
+
+def plain(hidden, labels, weight):
+    return F.cross_entropy((hidden @ weight.T).flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def random_case(dtype, num_tokens=64, width=8, vocab=17):
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(1, num_tokens, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    labels = torch.randint(vocab, (1, num_tokens), generator=generator)
+    labels[0, ::5] = -100
+    return hidden, labels, weight
+
+
+@pytest.mark.parametrize("shards", [ZIGZAG, CONTIGUOUS, STRIPED])
+def test_mean_is_over_all_valid_tokens_in_every_layout(shards):
+    hidden, weight = tokens_with_losses([9, 9, 9, 2, 4, 6, 8, 10])
+    labels = torch.tensor([-100, -100, -100, 0, 0, 0, 0, 0])
+    scale = mean_loss_scale(count_targets(labels), group_size=2)
+    losses = [token_loss_sum(hidden[own], labels[own], weight) * scale for own in shards]
+    assert (sum(losses) / 2).item() == pytest.approx(6.0, rel=1e-12)  # what a wrapper that averages over 2 ranks makes
+
+
+def test_accumulated_micro_batches_weigh_by_their_tokens():
+    batches = [[5.0], [1.0] * 7]
+    sums = [
+        token_loss_sum(hidden, torch.zeros(len(hidden), dtype=torch.int64), weight)
+        for hidden, weight in map(tokens_with_losses, batches)
+    ]
+    assert (sum(sums) * mean_loss_scale(8, group_size=1)).item() == pytest.approx(1.5, rel=1e-12)
+
+
+def test_padding_on_one_rank_leaves_the_mean_of_the_real_tokens():
+    hidden, weight = tokens_with_losses([1, 2, 3, 4, 5, 6, 7, 8] + [50] * 8)
+    labels = torch.tensor([0] * 8 + [-100] * 8)
+    scale = mean_loss_scale(8, group_size=2)
+    losses = [token_loss_sum(hidden[own], labels[own], weight) * scale for own in (slice(0, 8), slice(8, 16))]
+    assert losses[1].item() == 0.0
+    losses[1].backward()
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    losses[0].backward()
+    assert hidden.grad.isfinite().all()
+    assert weight.grad.isfinite().all()
+    assert (sum(losses) / 2).item() == pytest.approx(4.5, rel=1e-12)
+
+
+def test_a_wholly_ignored_batch_is_zero_and_warns():
+    hidden, weight = tokens_with_losses([1, 2])
+    labels = torch.full((2,), -100)
+    with pytest.warns(UserWarning, match="every label of the global batch is ignored"):
+        scale = mean_loss_scale(count_targets(labels), group_size=4)
+    loss = token_loss_sum(hidden, labels, weight) * scale
+    loss.backward()
+    assert loss.item() == 0.0
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+def test_a_batch_with_a_target_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert mean_loss_scale(10, group_size=4) == 0.4
+
+
+def test_an_empty_shard_is_zero_and_stays_in_the_graph():
+    hidden = torch.zeros(2, 0, 4, requires_grad=True)
+    weight = torch.ones(3, 4, requires_grad=True)
+    loss = token_loss_sum(hidden, torch.zeros(2, 0, dtype=torch.int64), weight)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert hidden.grad.shape == (2, 0, 4)
+    assert torch.equal(weight.grad, torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000, None])
+def test_chunks_do_not_change_loss_or_gradients(chunk_tokens):
+    hidden, labels, weight = random_case(torch.float64)
+    right = torch.autograd.grad(plain(hidden, labels, weight) * 3, (hidden, weight))
+    loss = token_loss_sum(hidden, labels, weight, chunk_tokens=chunk_tokens)
+    assert loss.item() == pytest.approx(plain(hidden, labels, weight).item(), rel=1e-13)
+    for value, expected in zip(torch.autograd.grad(loss * 3, (hidden, weight)), right, strict=True):
+        assert relative_error(value, expected) < 1e-13
+
+
+def test_gradcheck():
+    hidden, labels, weight = random_case(torch.float64, num_tokens=6, width=3, vocab=5)
+    assert torch.autograd.gradcheck(lambda h, w: token_loss_sum(h, labels, w, chunk_tokens=4), (hidden, weight))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_good_as_unchunked_torch_over_many_chunks(dtype):
+    hidden, labels, weight = random_case(dtype, num_tokens=4096)
+    h64, w64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    right = [plain(h64, labels, w64), *torch.autograd.grad(plain(h64, labels, w64), (h64, w64))]
+    logits = (hidden @ weight.T)[0].float()
+    torch_loss = F.cross_entropy(logits, labels[0], ignore_index=-100, reduction="sum")
+    loss = token_loss_sum(hidden, labels, weight, chunk_tokens=8)
+    theirs = [torch_loss, *torch.autograd.grad(torch_loss, (hidden, weight))]
+    ours = [loss, *torch.autograd.grad(loss, (hidden, weight))]
+    assert [x.dtype for x in ours] == [torch.float32, dtype, dtype]
+    for value, reference, expected in zip(ours, theirs, right, strict=True):
+        assert relative_error(value.double(), expected) <= 2 * relative_error(reference.double(), expected) + 1e-6
+
+
+def test_only_a_chunk_of_logits_exists_at_a_time(monkeypatch):
+    seen = []
+    real = F.linear
+    monkeypatch.setattr(F, "linear", lambda h, w: seen.append(real(h, w)) or seen[-1])
+    hidden, labels, weight = random_case(torch.float32)
+    token_loss_sum(hidden, labels, weight, chunk_tokens=20).backward()
+    assert [tuple(logits.shape) for logits in seen] == [(20, 17), (20, 17), (20, 17), (4, 17)] * 2
+
+
+def test_nan_in_an_ignored_row_does_not_reach_the_loss():
+    hidden = torch.tensor([[math.nan, 0.0], [0.0, 0.0]])
+    loss = token_loss_sum(hidden, torch.tensor([-100, 1]), torch.eye(2))
+    assert loss.item() == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_autocast_sees_the_same_logits_in_forward_and_backward():
+    hidden, labels, weight = random_case(torch.float32)
+    right = token_loss_sum(hidden, labels, weight)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(token_loss_sum(hidden, labels, weight), right)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"labels": torch.tensor([0, 5])}, r"label 5 is outside \[0, 3\)[\s\S]*use -100"),
+        ({"labels": torch.tensor([-1, 0])}, r"label -1 is outside \[0, 3\)"),
+        ({"labels": torch.tensor([0])}, r"labels \(1,\) do not fit hidden \(2, 4\)[\s\S]*then shard both"),
+        ({"labels": torch.tensor([0, 1], dtype=torch.int32)}, r"labels are torch.int32[\s\S]*int64"),
+        ({"weight": torch.zeros(3, 5)}, r"weight \(3, 5\) torch.float32 does not fit hidden \(2, 4\)"),
+        ({"weight": torch.zeros(3, 4).double()}, r"weight \(3, 4\) torch.float64 does not fit"),
+        ({"chunk_tokens": 0}, r"chunk_tokens 0 is below 1[\s\S]*64 MiB"),
+    ],
+)
+def test_errors_name_the_values_and_the_way_out(change, words):
+    given = {"hidden": torch.zeros(2, 4), "labels": torch.tensor([0, 1]), "weight": torch.zeros(3, 4)} | change
+    with pytest.raises(SpecError, match=words):
+        token_loss_sum(**given)
+
+
+@pytest.mark.parametrize(("targets", "group"), [(-1, 1), (3, 0)])
+def test_scale_refuses_impossible_counts(targets, group):
+    with pytest.raises(SpecError, match=rf"num_targets_global {targets} .* group_size {group} "):
+        mean_loss_scale(targets, group)
