@@ -20,7 +20,7 @@ _pool: list[tuple[Any, Connection]] = []
 _TIMEOUT = 120.0
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """A rank raised; carries every rank's traceback."""
 
 
@@ -42,7 +42,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
             (results if ok else failures).append(value)
     if failures:
         _stop()
-        raise RankFailed("\n".join(failures))
+        raise RankFailedError("\n".join(failures))
     return results
 
 
@@ -77,7 +77,9 @@ def _serve(pipe: Connection) -> None:
         except EOFError:
             return
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60))
+            dist.init_process_group(
+                "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+            )
             result = (True, function(dist.group.WORLD, rank, *arguments))
         except BaseException:
             result = (False, f"rank {rank}: {traceback.format_exc()}")

@@ -1,4 +1,5 @@
 """Every layout, mask, degree and head layout against a dense fp64 oracle, on every rank, forward and backward."""
+
 import itertools
 
 import torch

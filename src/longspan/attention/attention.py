@@ -55,7 +55,9 @@ def share_of(plan: Plan, group: Group, kernel: str = "auto") -> ShareRef:
     if size != plan.ranks:
         raise SpecError(
             f"the plan is for {plan.ranks} ranks and the group has {size}",
-            hint="make the layout with as many ranks as the group" if size > 1 or dist.is_initialized() else "give group=",
+            hint="make the layout with as many ranks as the group"
+            if size > 1 or dist.is_initialized()
+            else "give group=",
         )
     ref = ShareRef(Share(plan, rank, process_group, kernel))
     known.append(ref)

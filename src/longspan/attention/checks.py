@@ -25,7 +25,9 @@ def check_call(
     except LongspanError as error:
         problem = error
     if agree:
-        shapes = f"{q.shape[0]} {q.shape[1]} {k.shape[1]} {q.shape[-1]} {v.shape[-1]} {q.dtype} {scale} {sink is not None}"
+        shapes = (
+            f"{q.shape[0]} {q.shape[1]} {k.shape[1]} {q.shape[-1]} {v.shape[-1]} {q.dtype} {scale} {sink is not None}"
+        )
         check_agreement(share.group, {"plans": share.plan.digest, "shapes, types or scales": shapes.encode()}, problem)
     elif problem is not None:
         raise problem

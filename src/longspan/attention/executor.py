@@ -41,7 +41,9 @@ class Share:
         return self.plan.rank_plan(self.rank).tokens
 
 
-def run_forward(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def run_forward(
+    share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
     """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` like q, lse `(B, H, T)`."""
     kernel = choose_kernel(share.kernel, q, k, v)
     with call("forward", share.plan.route, kernel.name, share.rank, timed=q.device.type == "cpu") as meter:
@@ -60,7 +62,15 @@ def run_forward(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | No
 
 
 def run_backward(
-    share: Share, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, scale: float
+    share: Share,
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, shaped and typed like them, and of the sink `(H,)` from this rank's rows (`(0,)` without one).
 
@@ -75,12 +85,9 @@ def run_backward(
             for tile in _pieces(kernel, step.tiles, q.device):
                 with meter.spend("kernels"):
                     dq_tile, dk_tile, dv_tile = kernel.backward(
-                        *(_queries(x, tile) for x in (dout, q)),
-                        *(_keys(x, tile) for x in rows),
-                        *(_queries(x, tile) for x in (out, lse)),
-                        tile.shape,
-                        scale,
-                    )
+                        _queries(dout, tile), _queries(q, tile), _keys(rows[0], tile), _keys(rows[1], tile),
+                        _queries(out, tile), _queries(lse, tile), tile.shape, scale,
+                    )  # fmt: skip
                 _count(meter, tile)
                 travelling.arrive()
                 with meter.spend("merging"):
@@ -108,7 +115,7 @@ def run_backward(
 
 
 def _relay(share: Share, own: Rows, meter: Call) -> Iterator[tuple[Step, Step | None, Rows]]:
-    """Each step, the step after it, and its keys and values. While the caller computes, this buffer goes on and the next one arrives.
+    """Each step, the step after it, and its keys and values. While the caller computes, these go on and the next arrive.
 
     One buffer is in use and one in flight. A rank waits only for the rank before it, at an earlier distance: no cycle.
     """
@@ -187,14 +194,14 @@ class _Travelling:
     def _receive(self, hop: Hop, transfer: Transfer | None, gradients: tuple["_Gradient", "_Gradient"]) -> _Incoming:
         """Post `hop`, with rows that arrive for `gradients`: straight into place if they are one run, else packed."""
         packed = []
-        for gradient in gradients if transfer is not None else ():
-            target, runs = gradient.rows(), transfer.runs
-            if len(runs) == 1:
-                rows = target[runs[0][0] : runs[0][1]]
-            else:
-                rows = target.new_empty(transfer.rows, *target.shape[1:])
-                packed.append((rows, target, runs))
-            hop.receives.append((transfer.peer, rows))
+        if transfer is not None:
+            for target in (gradient.rows() for gradient in gradients):
+                if len(transfer.runs) == 1:
+                    rows = target[transfer.runs[0][0] : transfer.runs[0][1]]
+                else:
+                    rows = target.new_empty(transfer.rows, *target.shape[1:])
+                    packed.append((rows, target, transfer.runs))
+                hop.receives.append((transfer.peer, rows))
         return _Incoming(hop.post(self._share.group, self._meter), packed)
 
 
@@ -204,32 +211,32 @@ class _Output:
     def __init__(self, q: Tensor, v: Tensor) -> None:
         self._like = q
         self._shape = (*q.shape[:3], v.shape[3])
-        self._out: Tensor | None = None
-        self._lse: Tensor
+        self._sum: tuple[Tensor, Tensor] | None = None
 
     def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        wide = accumulation_dtype(out.dtype)
-        if self._out is None:
-            if tile.q1 - tile.q0 == self._shape[2]:
-                self._out, self._lse = out, lse
-                return
-            self._allocate(wide)
-        elif self._out.dtype != wide:
-            self._out = self._out.to(wide)
+        """Merge one tile. The first is taken as it is where it covers all rows."""
+        if self._sum is None and tile.q1 - tile.q0 == self._shape[2]:
+            self._sum = out, lse
+            return
+        so_far, so_far_lse = self._sum = self._wide()
         rows = slice(tile.q0, tile.q1)
-        merge_(self._out[:, :, rows], self._lse[:, :, rows], out, lse)
+        merge_(so_far[:, :, rows], so_far_lse[:, :, rows], out, lse)
 
     def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        if self._out is None:
-            self._allocate(accumulation_dtype(self._like.dtype))
+        """Out in the type of q, and lse."""
+        out, lse = self._sum if self._sum is not None and sink is None else self._wide()
         if sink is not None:
-            self._out = self._out.to(accumulation_dtype(self._out.dtype))
-            merge_sink_(self._out, self._lse, sink)
-        return self._out.to(self._like.dtype).contiguous(), self._lse.contiguous()
+            merge_sink_(out, lse, sink)
+        return out.to(self._like.dtype).contiguous(), lse.contiguous()
 
-    def _allocate(self, wide: torch.dtype) -> None:
-        self._out = self._like.new_zeros(self._shape, dtype=wide)
-        self._lse = self._like.new_full(self._shape[:3], float("-inf"), dtype=wide)
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        wide = accumulation_dtype(self._like.dtype)
+        if self._sum is None:
+            return (
+                self._like.new_zeros(self._shape, dtype=wide),
+                self._like.new_full(self._shape[:3], float("-inf"), dtype=wide),
+            )
+        return self._sum[0].to(wide), self._sum[1]
 
 
 class _Gradient:
@@ -302,5 +309,5 @@ def _pick(rows: Tensor, runs: Runs) -> Tensor:
 
 def _place(target: Tensor, runs: Runs, packed: Tensor) -> None:
     """The inverse of `_pick`."""
-    for (start, stop), part in zip(runs, packed.split([stop - start for start, stop in runs]), strict=True):
+    for (start, stop), part in zip(runs, torch.split(packed, [stop - start for start, stop in runs]), strict=True):
         target[start:stop] = part

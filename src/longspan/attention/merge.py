@@ -1,6 +1,6 @@
 """Merge partial attention results: in place, at least in fp32, whatever the inputs' type.
 
-    lse = logaddexp(lse_a, lse_b);   out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
+lse = logaddexp(lse_a, lse_b);   out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
 """
 
 import torch

@@ -88,8 +88,7 @@ def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | N
     q, k, v, out, lse, sink = ctx.saved_tensors
     dq, dk, dv, dsink = attention_backward(dout, q, k, v, out, lse, sink, ctx.ref, ctx.scale)
     wanted = [
-        grad if needed else None
-        for grad, needed in zip((dq, dk, dv, dsink), ctx.needs_input_grad[:4], strict=True)
+        grad if needed else None for grad, needed in zip((dq, dk, dv, dsink), ctx.needs_input_grad[:4], strict=True)
     ]
     return (*wanted, None, None)
 

@@ -70,7 +70,7 @@ def _scores(q: Tensor, keys: Tensor, shape: Shape, rows: slice, scale: float) ->
 
 def _grouped(x: Tensor, num_kv: int) -> Tensor:
     """`(B, H, ...)` -> `(B, K, H / K, ...)`: the query heads of each KV head side by side."""
-    return x.unflatten(1, (num_kv, x.shape[1] // num_kv))
+    return x.view(x.shape[0], num_kv, x.shape[1] // num_kv, *x.shape[2:])
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -65,13 +65,14 @@ class SdpaKernel:
 def _split_for_cpu(tile: Tile) -> Sequence[Tile]:
     """Full and square causal tiles stay; a lower trapezoid is two rectangles and a square; other bands go 128 rows at a time.
 
-        # # | # . .        rows that see every key below, keys that every row sees on the left
-        # # | # # .
-        # # | # # #
-        ---------
-        # # # # #
+    # # | # . .        rows that see every key below, keys that every row sees on the left
+    # # | # # .
+    # # | # # #
+    ---------
+    # # # # #
     """
-    num_q, num_k, lo, hi = shape = tile.shape
+    shape = tile.shape
+    num_q, num_k, lo = shape.num_q, shape.num_k, shape.lo
     if not shape.has_hi:
         if not shape.has_lo or (lo == 0 and num_q == num_k):
             return (tile,)

@@ -13,7 +13,9 @@ _WIDTH = 32
 _TEXT = 480
 
 
-def check_agreement(group: dist.ProcessGroup | None, what: dict[str, bytes], problem: LongspanError | None = None) -> None:
+def check_agreement(
+    group: dist.ProcessGroup | None, what: dict[str, bytes], problem: LongspanError | None = None
+) -> None:
     """Compare `what` (name -> bytes) over the ranks of `group`; raise on every rank if one differs or has a `problem`.
 
     Collective, one all-gather of a few hundred bytes. The error names the part that differs and the ranks that hold the
@@ -61,5 +63,3 @@ def _raise_on_difference(group: dist.ProcessGroup, name: str, versions: list[byt
 def _name(group: dist.ProcessGroup, rank: int) -> str:
     world = dist.get_global_rank(group, rank)
     return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"
-
-

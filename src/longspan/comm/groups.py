@@ -13,7 +13,7 @@ def as_group(group: Group) -> dist.ProcessGroup | None:
     """The process group behind `group`; None stays None and means a group of this rank alone."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
+            names = group.mesh_dim_names or "without names"
             raise SpecError(
                 f"a mesh of {group.ndim} axes {names} was given where one axis is needed",
                 hint='give the context-parallel axis alone, such as mesh["cp"]',

@@ -42,7 +42,8 @@ def gather(x: torch.Tensor, layout: Layout, rank: int, dim: int, group: dist.Pro
 
     Backward takes this rank's slots of the incoming gradient, as for a loss that every rank computes in full, alike.
     """
-    return _Gather.apply(x, layout, rank, dim, group)
+    full: torch.Tensor = _Gather.apply(x, layout, rank, dim, group)  # type: ignore[no-untyped-call]
+    return full
 
 
 class _Gather(torch.autograd.Function):
@@ -70,7 +71,7 @@ class _Gather(torch.autograd.Function):
         return unshard(parts, layout, dim).to(x.device)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return shard(grad, ctx.layout, ctx.rank, ctx.dim), None, None, None, None
 
 

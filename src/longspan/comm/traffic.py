@@ -1,8 +1,8 @@
 """What attention calls really did: bytes, pairs and seconds, counted where they happen.
 
-    with record() as calls:
-        ...
-    calls[0].bytes_sent
+with record() as calls:
+    ...
+calls[0].bytes_sent
 """
 
 import time

@@ -1,7 +1,7 @@
 """The algebra of bands: trim, count and merge many of them at once.
 
-A band is six integers `(q0, q1, k0, k1, lo, hi)`: query `i` sees key `j` iff `q0 <= i < q1`, `k0 <= j < k1` and `lo <= i - j <= hi`.
-Bands come as int64 arrays `(n, 6)`. A tile is a band in local numbers, so all of this serves both.
+A band is six integers `(q0, q1, k0, k1, lo, hi)`: query `i` sees key `j` iff `q0 <= i < q1`, `k0 <= j < k1`,
+`lo <= i - j <= hi`. Bands come as int64 arrays `(n, 6)`. A tile is a band in local numbers, so all of this serves both.
 
       k0        k1
     q0 # # . . .      trimmed: every row sees a key, every column is seen,

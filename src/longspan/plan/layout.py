@@ -1,6 +1,6 @@
 """Which rank holds which tokens: an ordered list of spans per rank.
 
-    contiguous   0 0 0 0 1 1 1 1        zigzag   0 0 1 1 1 1 0 0        striped   0 1 0 1 0 1 0 1
+contiguous   0 0 0 0 1 1 1 1        zigzag   0 0 1 1 1 1 0 0        striped   0 1 0 1 0 1 0 1
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,9 @@ class Layout:
         """
         _check(seq_len, ranks)
         first = np.arange(ranks)
-        return cls("zigzag", seq_len, ranks, 1, _chunks(seq_len, 2 * ranks, np.concatenate((first, first[::-1]))), slots)
+        return cls(
+            "zigzag", seq_len, ranks, 1, _chunks(seq_len, 2 * ranks, np.concatenate((first, first[::-1]))), slots
+        )
 
     @classmethod
     def striped(cls, seq_len: int, ranks: int, slots: int | None = None) -> Self:

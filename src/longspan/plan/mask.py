@@ -1,11 +1,11 @@
 """Which keys each query may see: a list of disjoint bands over one token axis.
 
-    causal        documents 3 + 2     window 2        prefix 2        shared prompt 2, answers 1 + 2
-    # . . . .     # . . . .           # . . . .       # # . . .       # . . . .
-    # # . . .     # # . . .           # # . . .       # # . . .       # # . . .
-    # # # . .     # # # . .           . # # . .       # # # . .       # # # . .
-    # # # # .     . . . # .           . . # # .       # # # # .       # # . # .
-    # # # # #     . . . # #           . . . # #       # # # # #       # # . # #
+causal        documents 3 + 2     window 2        prefix 2        shared prompt 2, answers 1 + 2
+# . . . .     # . . . .           # . . . .       # # . . .       # . . . .
+# # . . .     # # . . .           # # . . .       # # . . .       # # . . .
+# # # . .     # # # . .           . # # . .       # # # . .       # # # . .
+# # # # .     . . . # .           . . # # .       # # # # .       # # . # .
+# # # # #     . . . # #           . . . # #       # # # # #       # # . # #
 """
 
 from collections.abc import Iterable, Sequence
@@ -71,7 +71,9 @@ class Mask:
     def shared_prefix(cls, prompt_len: int, response_lens: Sequence[int]) -> Self:
         """One prompt and many responses to it: each response sees the prompt and, causally, itself."""
         if prompt_len < 0 or min(response_lens, default=0) < 0:
-            raise SpecError(f"prompt of {prompt_len} and responses of {list(response_lens)} tokens: none may be negative")
+            raise SpecError(
+                f"prompt of {prompt_len} and responses of {list(response_lens)} tokens: none may be negative"
+            )
         rows = [[0, prompt_len, 0, prompt_len, 0, UNBOUNDED]]
         start = prompt_len
         for stop in (prompt_len + np.cumsum(np.asarray(response_lens, dtype=np.int64))).tolist():

@@ -17,6 +17,7 @@ from longspan.plan.ring import Ring
 from longspan.plan.steps import RankPlan
 from longspan.spec import SpecError
 
+Digest = bytes
 Phase = Literal["forward", "backward"]
 ROUTES = {"ring": Ring}
 
@@ -117,7 +118,7 @@ class Plan:
         return float(self.areas.max()) / mean if mean else 1.0
 
     @cached_property
-    def digest(self) -> bytes:
+    def digest(self) -> Digest:
         """SHA-256 of what the plan was made from: equal plans, equal bytes, on every rank."""
         made_from = hashlib.sha256(self.layout.fingerprint())
         made_from.update(self.mask.fingerprint())

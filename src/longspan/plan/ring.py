@@ -1,9 +1,9 @@
 """The ring: key and value rows hop from rank to rank, each row only as far as a rank that needs it.
 
-    distance   0        1        2        3           `direction` +1 sends to rank + 1, -1 to rank - 1
-    forward    KV  ->   KV  ->   KV  ->   KV          a row stops at its farthest needing rank
-    backward            dKV ->   dKV ->   dKV         partial gradients start at the nearest needing rank,
-               dKV <---------------------- '          and go home in one message from the farthest
+distance   0        1        2        3           `direction` +1 sends to rank + 1, -1 to rank - 1
+forward    KV  ->   KV  ->   KV  ->   KV          a row stops at its farthest needing rank
+backward            dKV ->   dKV ->   dKV         partial gradients start at the nearest needing rank,
+           dKV <---------------------- '          and go home in one message from the farthest
 """
 
 from bisect import bisect_right
@@ -17,7 +17,6 @@ from longspan.plan.cut import Demand, demand_of, tiles_of
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
 from longspan.plan.steps import RankPlan, Step, Tile, Transfer
-
 
 _Row = tuple[int, int, int, int]
 """A run of key slots `(start, stop, near, far)`, distances along the chosen direction."""
@@ -91,9 +90,7 @@ class Ring:
         )
 
 
-def _transfer(
-    peer: int, rows: Sequence[_Row], packed: int, wanted: Callable[[int, int], bool]
-) -> Transfer | None:
+def _transfer(peer: int, rows: Sequence[_Row], packed: int, wanted: Callable[[int, int], bool]) -> Transfer | None:
     """The rows that are `wanted`, numbered by slot or, in a `packed` buffer, one after the other."""
     runs: list[tuple[int, int]] = []
     offset = 0

@@ -1,0 +1,157 @@
+"""`ContextParallel`: what a model and a training loop hold. One layout for all tensors of a micro-batch, a plan for each mask."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import overload
+
+import torch
+
+from longspan.attention.attention import attention
+from longspan.comm.agree import check_agreement
+from longspan.comm.groups import Group, as_group, rank_and_size
+from longspan.comm.sharding import gather, shard
+from longspan.plan import Layout, Mask, Plan, plan_attention
+from longspan.spec import LongspanError, SpecError
+
+Tensor = torch.Tensor
+
+DEAD = {"labels": -100, "position_ids": -1}
+"""What dead slots hold, by the tensor's name; 0 for every other name."""
+
+_PLANS_KEPT = 16
+
+
+class ContextParallel:
+    """Context parallelism over one process group or 1-D mesh axis.
+
+    `layout` is "contiguous", "zigzag" or "striped"; `route` is "ring". `heads` (query heads, KV heads on one rank) lets counts
+    speak of all heads. `slots_multiple_of` pads each rank's local length with dead slots to a multiple. `inner` and
+    `wire_dtype` belong to routes that are not available yet, and are refused.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        layout: str = "zigzag",
+        route: str = "ring",
+        heads: tuple[int, int] | None = None,
+        inner: int | None = None,
+        kernel: str = "auto",
+        wire_dtype: torch.dtype | None = None,
+        slots_multiple_of: int | None = None,
+    ) -> None:
+        if wire_dtype is not None:
+            raise SpecError(
+                f"wire_dtype={wire_dtype}: keys and values travel in their own type", hint="leave wire_dtype out"
+            )
+        if slots_multiple_of is not None and slots_multiple_of < 1:
+            raise SpecError(f"slots_multiple_of={slots_multiple_of} must be at least 1")
+        self.group = as_group(group)
+        self.rank, self.size = rank_and_size(self.group)
+        self.layout, self.route, self.heads, self.inner = layout, route, heads, inner
+        self.kernel, self.slots_multiple_of = kernel, slots_multiple_of
+        self._plans: dict[tuple[Layout, Mask], Plan] = {}
+        # A sequence of one token per rank shows now what every later one would be refused for.
+        self.plan(self.layout_for(self.size), Mask.causal(self.size))
+
+    @contextmanager
+    def sequence(self, mask: Mask | Mapping[str, Mask], ids: Tensor | None = None) -> Iterator["Sequence"]:
+        """Lay out one micro-batch. Collective: the ranks compare layout, masks, route and, if given, the global `ids`.
+
+        `mask` is one mask (then called "full") or several by name, over the same tokens. Raises `DisagreementError` naming the
+        ranks that differ, on all ranks, before anything is exchanged. Backward may run after the block has ended.
+        """
+        problem: LongspanError | None = None
+        what = {"layouts, masks or routes": b"", "token ids": b""}
+        try:
+            sequence = Sequence(self, dict(mask) if isinstance(mask, Mapping) else {"full": mask})
+            what["layouts, masks or routes"] = sequence.digest
+            if ids is not None:
+                what["token ids"] = ids.detach().cpu().contiguous().numpy().tobytes()
+        except LongspanError as error:
+            problem = error
+        check_agreement(self.group, what, problem)
+        yield sequence
+
+    def layout_for(self, seq_len: int) -> Layout:
+        """The layout of a sequence of that many tokens."""
+        layout = Layout.named(self.layout, seq_len, self.size)
+        if (multiple := self.slots_multiple_of) is None:
+            return layout
+        slots = -(-int(layout.counts.max()) // multiple) * multiple
+        return Layout.named(self.layout, seq_len, self.size, slots)
+
+    def plan(self, layout: Layout, mask: Mask) -> Plan:
+        """The plan for a mask over a layout; the latest are kept, so that a mask that comes again is not planned again."""
+        key = (layout, mask)
+        plan = self._plans.pop(key, None) or plan_attention(layout, mask, self.route, self.heads, self.inner)
+        self._plans[key] = plan
+        if len(self._plans) > _PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+        return plan
+
+
+class Sequence:
+    """One micro-batch under context parallelism: its layout, its plans, and what is done to its tensors."""
+
+    def __init__(self, cp: ContextParallel, masks: Mapping[str, Mask]) -> None:
+        lengths = {name: mask.seq_len for name, mask in masks.items()}
+        if len(set(lengths.values())) != 1:
+            raise SpecError(
+                f"masks over different numbers of tokens: {lengths}", hint="all masks of a batch cover the same tokens"
+            )
+        self.cp = cp
+        self.layout = cp.layout_for(next(iter(lengths.values())))
+        self.plans = {name: cp.plan(self.layout, mask) for name, mask in masks.items()}
+
+    @property
+    def digest(self) -> bytes:
+        """What all ranks must agree on."""
+        return b"".join(name.encode() + plan.digest for name, plan in sorted(self.plans.items()))
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        mask: str | None = None,
+        scale: float | None = None,
+        sink: Tensor | None = None,
+    ) -> Tensor:
+        """`longspan.attention` by the plan of the mask of that name, which may be left out if there is only one."""
+        if mask is None and len(self.plans) == 1:
+            mask = next(iter(self.plans))
+        if mask not in self.plans:
+            raise SpecError(f"mask {mask!r} is not one of this sequence", hint=f"choose one of {', '.join(self.plans)}")
+        return attention(
+            q, k, v, plan=self.plans[mask], group=self.cp.group, scale=scale, kernel=self.cp.kernel, sink=sink
+        )
+
+    @overload
+    def shard(self, x: Tensor, dim: int) -> Tensor: ...
+    @overload
+    def shard(self, x: Mapping[str, Tensor], dim: int | Mapping[str, int]) -> dict[str, Tensor]: ...
+
+    def shard(self, x: Tensor | Mapping[str, Tensor], dim: int | Mapping[str, int]) -> Tensor | dict[str, Tensor]:
+        """This rank's slots of a global tensor, or of each tensor of a mapping: dim `dim` goes from `S` to `T`.
+
+        `dim` may differ by name. Labels must be shifted already: `longspan.data.shift_labels` does it on the global row. In
+        dead slots labels are -100, positions -1, everything else 0. A tensor that was sharded before is refused.
+        """
+        if isinstance(x, Mapping):
+            dims = {name: dim if isinstance(dim, int) else dim[name] for name in x}
+            return {
+                name: shard(tensor, self.layout, self.cp.rank, dims[name], DEAD.get(name, 0))
+                for name, tensor in x.items()
+            }
+        if not isinstance(dim, int):
+            raise SpecError("one tensor has one dim", hint="give dim as an integer")
+        return shard(x, self.layout, self.cp.rank, dim)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """The global tensor, on every rank, from every rank's slots. Collective, differentiable.
+
+        The gradient of the global tensor is taken to be the same on all ranks: each keeps its own slots of it.
+        """
+        return gather(x, self.layout, self.cp.rank, dim, self.cp.group)
