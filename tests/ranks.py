@@ -1,6 +1,7 @@
 """Real ranks for tests: one pool of gloo processes, started once (torch preloaded), then milliseconds a call.
 
-    run_ranks(4, function, *arguments)  ->  [function(rank 0), ..., function(rank 3)]
+    run_ranks(4, function, *arguments)  ->  [function(group, 0, *arguments), ..., function(group, 3, *arguments)]
+    own_ranks(...)                      ->  the same in processes of their own, which may be killed; an `Ending` of each
 
 `function(group, rank, *arguments)` is a module-level function; its group is gloo over a file rendezvous.
 """
@@ -8,11 +9,12 @@
 import atexit
 import multiprocessing
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "longspan.attention.attention"])
@@ -24,12 +26,21 @@ class RankFailedError(AssertionError):
     """A rank raised; carries every rank's traceback."""
 
 
+class Ending(NamedTuple):
+    """How a rank of `own_ranks` ended: with a value, an error, or neither (killed, with this exit code)."""
+
+    value: Any
+    error: str
+    exit_code: int | None
+    seconds: float
+
+
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Run `function` on `ranks` processes and return their results in rank order."""
+    """Run `function` on `ranks` processes of the pool and return their results in rank order."""
     workers = _workers(ranks)
-    with tempfile.NamedTemporaryFile(prefix="longspan-ranks-") as rendezvous:
+    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
         for rank, (_, pipe) in enumerate(workers):
-            pipe.send((rendezvous.name + ".store", ranks, rank, function, arguments))
+            pipe.send((f"{folder}/store", ranks, rank, function, arguments))
         results, failures = [], []
         for rank, (process, pipe) in enumerate(workers):
             if not pipe.poll(_TIMEOUT):
@@ -46,14 +57,42 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
     return results
 
 
+def own_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = 60.0) -> list[Ending]:
+    """Run `function` on `ranks` fresh processes, none of which needs to survive; those that hang are killed."""
+    workers = [_start() for _ in range(ranks)]
+    began = time.monotonic()
+    endings = []
+    with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
+        for rank, (_, pipe) in enumerate(workers):
+            pipe.send((f"{folder}/store", ranks, rank, function, arguments))
+        for process, pipe in workers:
+            value, error = None, ""
+            try:
+                if pipe.poll(max(0.0, began + timeout - time.monotonic())):
+                    ok, result = pipe.recv()
+                    value, error = (result, "") if ok else (None, result)
+            except EOFError:
+                process.join(10)
+            seconds = time.monotonic() - began
+            pipe.close()
+            process.join(10)
+            endings.append(Ending(value, error, process.exitcode, seconds))
+            process.kill()
+    return endings
+
+
 def _workers(ranks: int) -> list[tuple[Any, Connection]]:
     while len(_pool) < ranks:
-        here, there = _context.Pipe()
-        process = _context.Process(target=_serve, args=(there,), daemon=True)
-        process.start()
-        there.close()
-        _pool.append((process, here))
+        _pool.append(_start())
     return _pool[:ranks]
+
+
+def _start() -> tuple[Any, Connection]:
+    here, there = _context.Pipe()
+    process = _context.Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return process, here
 
 
 @atexit.register

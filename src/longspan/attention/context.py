@@ -55,8 +55,9 @@ class ContextParallel:
         self.plan(self.layout_for(self.size), Mask.causal(self.size))
 
     @contextmanager
-    def sequence(self, mask: Mask | Mapping[str, Mask], ids: Tensor | None = None) -> Iterator["Sequence"]:
-        """Lay out one micro-batch. Collective: the ranks compare layout, masks, route and, if given, the global `ids`.
+    def sequence(self, mask: Mask | Mapping[str, Mask], ids: Tensor | bytes | None = None) -> Iterator["Sequence"]:
+        """Lay out one micro-batch. Collective: the ranks compare layout, masks, route and, if given, the global `ids`
+        (or a digest of the batch).
 
         `mask` is one mask (then called "full") or several by name, over the same tokens. Raises `DisagreementError` naming the
         ranks that differ, on all ranks, before anything is exchanged. Backward may run after the block has ended.
@@ -66,8 +67,10 @@ class ContextParallel:
         try:
             sequence = Sequence(self, dict(mask) if isinstance(mask, Mapping) else {"full": mask})
             what["layouts, masks or routes"] = sequence.digest
-            if ids is not None:
+            if isinstance(ids, Tensor):
                 what["token ids"] = ids.detach().cpu().contiguous().numpy().tobytes()
+            elif ids is not None:
+                what["token ids"] = ids
         except LongspanError as error:
             problem = error
         check_agreement(self.group, what, problem)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.model.config import ModelConfig
-from longspan.model.decoder import Decoder
+from longspan.model.decoder import Decoder, Recompute
 from longspan.spec import SpecError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -51,7 +51,11 @@ _ONLY: dict[str, tuple[Any, ...]] = {  # entries that change the computation: th
 
 
 def load_pretrained(
-    path: str | Path, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    path: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    recompute: Recompute = "none",
 ) -> Decoder:
     """The model of a Hugging Face Llama folder, in `dtype` (default: that of its embedding) on `device` (default: cpu).
 
@@ -61,7 +65,7 @@ def load_pretrained(
     path = Path(path)
     config = read_config(path)
     with torch.device("meta"):
-        model = Decoder(config)
+        model = Decoder(config, recompute=recompute)
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     state: dict[str, Tensor] = {}
     seen, unexpected, misshapen = set(), [], []

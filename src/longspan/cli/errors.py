@@ -1,0 +1,59 @@
+"""What a user sees when something cannot be done: `error: ...`, a blank line, `hint: ...` on stderr, exit code 2.
+
+Our errors are told in a few words; any other exception is a bug of ours and keeps its traceback.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import IO, Any, ParamSpec, TypeVar
+
+import click
+from pydantic_core import ValidationError
+
+from longspan.spec import LongspanError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Failure(click.ClickException):
+    """An error on its way to stderr."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+    def show(self, file: IO[Any] | None = None) -> None:
+        text = f"error: {self.message}" if self.hint is None else f"error: {self.message}\n\nhint: {self.hint}"
+        click.echo(text, file=file, err=file is None)
+
+
+def friendly(function: Callable[P, R]) -> Callable[P, R]:
+    """Turn a `LongspanError` or a pydantic `ValidationError` of a command's function into a `Failure`.
+
+    Goes below `@click.command`. Catches neither `KeyboardInterrupt` nor errors that nobody raised on purpose.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except LongspanError as error:
+            raise Failure(error.message, error.hint) from error
+        except ValidationError as error:
+            raise Failure(
+                _describe(error), "correct them in the configuration file or with --set name=value"
+            ) from error
+
+    return wrapped
+
+
+def _describe(error: ValidationError) -> str:
+    """Each value that is not valid, where it stands and why."""
+    lines = [f"{error.title}: {error.error_count()} value{'s' * (error.error_count() != 1)} not valid"]
+    for problem in error.errors(include_url=False):
+        place = ".".join(map(str, problem["loc"])) or "the whole"
+        lines.append(f"  {place}: {problem['msg']} (got {problem['input']!r})")
+    return "\n".join(lines)

@@ -1,0 +1,130 @@
+"""`longspan plan`: what each rank would compute and send, as a table or as JSON, before anything runs.
+
+Also the options that describe a plan, which `longspan show` takes too. Starts without torch.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from longspan.cli.errors import friendly
+from longspan.plan import ROUTES, Layout, Mask, Plan, plan_attention
+from longspan.report import PlanReport, describe, plan_table
+from longspan.spec import SpecError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+_SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
+
+_OPTIONS = (
+    click.option("--seq-len", metavar="TOKENS", help="Tokens of the global row: 8192, 8k, 128k, 1M (k = 1,024)."),
+    click.option("--cp", type=int, required=True, metavar="RANKS", help="Context-parallel degree."),
+    click.option("--layout", default="zigzag", show_default=True, help="contiguous, zigzag or striped."),
+    click.option("--mask", "kind", type=click.Choice(["causal", "full"]), default="causal", show_default=True),
+    click.option("--window", metavar="TOKENS", help="A query sees only keys less than this many tokens away."),
+    click.option("--documents", metavar="LENGTHS", help="Packed documents: 5000,3000,192. They must sum to --seq-len."),
+    click.option(
+        "--prefix", metavar="TOKENS", help="Prefix-LM: the first tokens see each other, later ones are causal."
+    ),
+    click.option(
+        "--heads", metavar="Q/KV", help="Query heads / KV heads on one rank: 32/8. Else bytes are of one KV head."
+    ),
+    click.option("--head-dim", type=int, default=128, show_default=True, help="Dimension of a head."),
+    click.option("--dtype", type=click.Choice(list(ITEMSIZES)), default="bf16", show_default=True),
+    click.option("--slots", metavar="TOKENS", help="Fixed local length of every rank."),
+    click.option("--route", default="ring", show_default=True, help=f"How keys reach queries: {', '.join(ROUTES)}."),
+)
+
+
+def plan_options(function: F) -> F:
+    """The options of a plan, for any command that takes one; `plan_of` reads them."""
+    for option in reversed(_OPTIONS):
+        function = option(function)
+    return function
+
+
+def plan_of(
+    *,
+    seq_len: str | None,
+    cp: int,
+    layout: str,
+    kind: str,
+    window: str | None,
+    documents: str | None,
+    prefix: str | None,
+    heads: str | None,
+    head_dim: int,
+    dtype: str,
+    slots: str | None,
+    route: str,
+) -> tuple[Plan, PlanReport]:
+    """The plan that the options ask for, and its numbers. Raises `SpecError` naming the option that does not fit."""
+    lengths = None if documents is None else _lengths(documents)
+    tokens = _seq_len(seq_len, lengths)
+    mask = _mask(tokens, kind, _tokens("window", window), lengths, _tokens("prefix", prefix))
+    shards = Layout.named(layout, tokens, cp, _tokens("slots", slots))
+    made = plan_attention(shards, mask, route=route, heads=None if heads is None else _heads(heads))
+    return made, describe(made, head_dim, ITEMSIZES[dtype])
+
+
+@click.command()
+@plan_options
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON; its keys are documented and stable.")
+@friendly
+def plan(as_json: bool, **options: Any) -> None:
+    """Count what a plan costs: tokens, visible pairs, rows and bytes of each rank, forward and backward."""
+    _, report = plan_of(**options)
+    if as_json:
+        click.echo(report.to_json())
+    else:
+        Console(highlight=False).print(plan_table(report))
+
+
+def parse_tokens(text: str, option: str) -> int:
+    """`8192`, `8k`, `128K` or `1M`, in powers of two, as a count of tokens."""
+    size = _SUFFIXES.get(text[-1:].lower(), 1)
+    digits = text.strip() if size == 1 else text[:-1].strip()
+    if not (digits.isascii() and digits.isdigit()):
+        raise SpecError(f"--{option} {text!r} is not a count of tokens", hint="write it as 8192, 8k or 1M (k = 1,024)")
+    return int(digits) * size
+
+
+def _tokens(option: str, text: str | None) -> int | None:
+    return None if text is None else parse_tokens(text, option)
+
+
+def _lengths(text: str) -> list[int]:
+    return [parse_tokens(part.strip(), "documents") for part in text.split(",")]
+
+
+def _seq_len(text: str | None, lengths: Sequence[int] | None) -> int:
+    if text is None:
+        if lengths is None:
+            raise SpecError("the length of the sequence is not given", hint="set --seq-len 8k, or --documents")
+        return sum(lengths)
+    tokens = parse_tokens(text, "seq-len")
+    if lengths is not None and sum(lengths) != tokens:
+        raise SpecError(
+            f"{len(lengths)} documents sum to {sum(lengths):,} tokens, not to the {tokens:,} of --seq-len",
+            hint="make them sum to --seq-len, or leave --seq-len out",
+        )
+    return tokens
+
+
+def _mask(seq_len: int, kind: str, window: int | None, lengths: Sequence[int] | None, prefix: int | None) -> Mask:
+    if prefix is None:
+        return Mask.documents([seq_len] if lengths is None else lengths, causal=kind == "causal", window=window)
+    others = {"--documents": lengths is not None, "--window": window is not None, "--mask full": kind == "full"}
+    if clash := [option for option, given in others.items() if given]:
+        raise SpecError(f"--prefix does not combine with {' or '.join(clash)}", hint=f"leave out {' and '.join(clash)}")
+    return Mask.prefix(seq_len, prefix)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
+        raise SpecError(f"--heads {text!r} is not query heads / KV heads", hint="write it as 32/8, or 8/8 without GQA")
+    return int(parts[0]), int(parts[1])

@@ -1,0 +1,54 @@
+"""`longspan train`: a run from a TOML file, on ranks of its own or on those of torchrun."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from longspan.cli.errors import friendly
+from longspan.cli.options import config_options, corpus_progress
+from longspan.train.config import load_config
+from longspan.train.run import Summary
+from longspan.train.run import train as run_training
+
+
+@click.command()
+@config_options
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@friendly
+def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool) -> None:
+    """Train a decoder as CONFIG, a TOML file, says.
+
+    Starts cp x dp ranks on this machine, or joins the world if torchrun started it:
+
+    \b
+        longspan train run.toml --set parallel.cp=4
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m longspan.cli.main train run.toml
+    """
+    with corpus_progress(quiet) as progress:
+        summary = run_training(load_config(config, overrides), quiet=quiet, progress=progress)
+    if summary is None:
+        return
+    if as_json:
+        click.echo(json.dumps(asdict(summary)))
+    else:
+        Console(highlight=False).print(_table(summary))
+
+
+def _table(summary: Summary) -> Table:
+    table = Table(show_header=False, box=None)
+    table.add_row("steps", f"{summary.steps}, {summary.tokens:,} tokens on {summary.ranks} ranks")
+    table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
+    table.add_row("last training loss", f"{summary.loss:.4f} nats per token")
+    if summary.heldout_loss is not None:
+        gain = summary.unigram_entropy - summary.heldout_loss
+        table.add_row("held-out loss", f"{summary.heldout_loss:.4f} nats per token")
+        table.add_row(
+            "unigram entropy", f"{summary.unigram_entropy:.4f} nats per token of the corpus: {gain:+.4f} gained"
+        )
+    table.add_row("written to", summary.run_dir)
+    return table

@@ -1,0 +1,82 @@
+"""`longspan verify`: the verdict on a configuration, as a table or JSON; exit code 1 if a case fails."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from longspan.cli.errors import friendly
+from longspan.cli.options import config_options, spinner
+from longspan.train.config import load_config
+from longspan.verify.config import VerifyConfig
+from longspan.verify.judge import EXACT, Verdict
+from longspan.verify.run import verify as run_verification
+
+
+@click.command()
+@config_options
+@click.option("--cp", multiple=True, type=int, help="Degrees to compare with cp=1; repeatable. Default: the file's.")
+@click.option("--layout", multiple=True, help="Layouts; repeatable. Default: the file's.")
+@click.option("--dtype", multiple=True, help="fp64, fp32, bf16, fp16; repeatable. Default: fp64 and fp32.")
+@click.option("--steps", default=2, show_default=True, help="Optimizer steps to replay.")
+@click.option("--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
+@friendly
+def verify(
+    config: Path,
+    overrides: tuple[str, ...],
+    cp: tuple[int, ...],
+    layout: tuple[str, ...],
+    dtype: tuple[str, ...],
+    steps: int,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    """Replay the first steps of CONFIG at CP=1, plain SDPA per document, and at each degree; compare every gradient.
+
+    Exits with 1 if a loss, a gradient norm or a gradient of any parameter lies outside its tolerance.
+    """
+    run = load_config(config, overrides)
+    values = {
+        "cp": cp or (run.parallel.cp,),
+        "layouts": layout or (run.parallel.layout,),
+        "dtypes": dtype or ("fp64", "fp32"),
+        "steps": steps,
+    }
+    with spinner(quiet) as told:
+        verdicts = run_verification(run, VerifyConfig.model_validate(values), told)
+    failed = sum(not verdict.passed for verdict in verdicts)
+    if as_json:
+        click.echo(json.dumps({"passed": not failed, "cases": [asdict(verdict) for verdict in verdicts]}))
+    else:
+        console = Console(highlight=False, width=None if Console().is_terminal else 160)
+        console.print(_table(verdicts))
+        console.print(f"{len(verdicts) - failed} of {len(verdicts)} cases equal cp=1")
+    if failed:
+        raise SystemExit(1)
+
+
+def _table(verdicts: Sequence[Verdict]) -> Table:
+    table = Table(title="against cp=1, plain SDPA per document: relative error (tolerance)", title_justify="left")
+    for name in ("cp", "layout", "dtype", "loss", "loss error", "grad norm error", "worst gradient", "its error"):
+        table.add_column(name, justify="left" if name in ("layout", "dtype", "worst gradient") else "right")
+    table.add_column("drift by step")
+    table.add_column("verdict")
+    for v in verdicts:
+        table.add_row(
+            str(v.cp),
+            v.layout,
+            v.dtype,
+            f"{v.loss:.6f}",
+            f"{v.loss_error:.1e} ({v.loss_tolerance:.0e})",
+            f"{v.norm_error:.1e} ({v.norm_tolerance:.0e})",
+            v.worst_gradient,
+            f"{v.gradient_error:.1e} ({v.gradient_tolerance:.0e})",
+            "" if v.dtype in EXACT else " ".join(f"{d:.0e}" for d in v.drift),
+            "[green]equal[/]" if v.passed else "[bold red]DIFFERS[/]",
+        )
+    return table

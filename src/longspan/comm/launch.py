@@ -1,0 +1,93 @@
+"""Start ranks: join the world that torchrun made, or make one with torchrun's own library."""
+
+import os
+import signal
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from longspan.spec import CommError, SpecError
+
+MESH_AXES = ("dp", "cp")
+"""Slowest axis first: the ranks of a CP group are neighbours."""
+
+
+def under_torchrun() -> bool:
+    """Whether a launcher has told this process its rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
+    """Run `function(*arguments)` on `ranks` new processes of this machine and return what rank 0 returned.
+
+    `function` is at the top level of a module. If a rank fails or is killed the others are ended at once, and a `CommError`
+    names the first that failed and its error.
+    """
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=f"longspan-{uuid.uuid4().hex[:8]}",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="spawn",
+    )
+    try:
+        return elastic_launch(config, _enter)(function, *arguments)[0]
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise CommError(f"rank {rank} of {ranks} {_describe(failure.exitcode, failure.message)}") from None
+
+
+def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
+    """In the new process: run `function`, and write its error where the launcher reads it."""
+    return record(function)(*arguments)
+
+
+def join_world(cp: int, dp: int | None, timeout: timedelta, threads: int | None = None) -> DeviceMesh:
+    """Initialise this rank and return its mesh of axes ("dp", "cp"). `dp` None takes what the world leaves.
+
+    Raises `SpecError` on every rank, before a group is made, if the degrees do not multiply to the world.
+    """
+    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    dp = check_degrees(world, cp, dp)
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local))
+    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
+    return init_device_mesh("cuda" if cuda else "cpu", (dp, cp), mesh_dim_names=MESH_AXES)
+
+
+def check_degrees(world: int, cp: int, dp: int | None) -> int:
+    """The data-parallel degree: `dp`, or what `world / cp` leaves."""
+    if world % cp or (dp is not None and dp * cp != world):
+        degrees = [n for n in range(1, world + 1) if world % n == 0]
+        raise SpecError(
+            f"cp {cp}" + (f" x dp {dp}" if dp else "") + f" does not make a world of {world} ranks",
+            hint=f"start {cp * (dp or 1)} ranks, or set parallel.cp to one of {', '.join(map(str, degrees))} without parallel.dp",
+        )
+    return world // cp
+
+
+def leave_world() -> None:
+    """Tear the groups down, so that no rank ends while another still needs it."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _describe(exit_code: int, message: Any) -> str:
+    if exit_code < 0:
+        return f"was killed by {signal.Signals(-exit_code).name}; the others were ended"
+    text = message.get("message", message) if isinstance(message, dict) else message
+    return f"failed: {text}"

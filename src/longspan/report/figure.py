@@ -1,0 +1,250 @@
+"""A plan drawn with matplotlib, as SVG or PNG: the attention matrix, and each rank's pairs and bytes step by step.
+
+Colour stands for the rank and for nothing else; amounts are shades of grey-blue.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longspan.plan import Layout, Mask, Plan, plan_attention
+from longspan.plan.mask import Band
+from longspan.report.cells import HIDDEN, cell_map, even_cells, owner_map
+from longspan.report.palette import DISTINCT, rank_colors
+from longspan.report.record import PlanReport, Quantity
+from longspan.report.words import byte_unit, bytes_note, headline, short_bytes, short_count, short_tokens, summary
+from longspan.spec import SpecError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Array = np.ndarray
+
+_WIDTH, _HEIGHT = 12.5, 7.5
+_LEFT, _MIDDLE, _RIGHT, _BOTTOM = 0.085, 0.59, 0.965, 0.105
+_MOST_CELLS = 256
+_PALE = 0.5
+_FORMATS = (".svg", ".png")
+_INK, _FAINT, _PAPER = "#1f2933", "#9aa5b1", "#f4f6f8"
+_SHADES = ("#e8eef4", "#bccddc", "#86a3bc", "#527899", "#2c5474")
+_STYLE: Any = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _FAINT,
+    "axes.linewidth": 0.8,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+    # Text stays text, and the same plan gives the same file.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "longspan",
+}
+_PANELS: tuple[tuple[Quantity, str], ...] = (
+    ("area", "pairs computed"),
+    ("bytes_forward", "bytes sent, forward"),
+    ("bytes_backward", "bytes sent, backward"),
+)
+_GAPPED = 16
+_LABELLED = 8
+"""Up to so many ranks, cells and bars carry their number."""
+
+
+def save_figure(plan: Plan, report: PlanReport, path: str | Path) -> None:
+    """Draw `plan` into `path`, `.svg` or `.png`; `report` is `describe(plan, ...)` of the same plan.
+
+    Raises `SpecError` for another suffix, for a file that cannot be written, or if matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix not in _FORMATS:
+        raise SpecError(f"a figure cannot be written as {path.name!r}", hint="end the name with .svg or .png")
+    figure = draw_figure(plan, report)
+    from matplotlib import rc_context
+
+    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    try:
+        with rc_context(_STYLE):
+            figure.savefig(path, dpi=144, metadata=metadata)
+    except OSError as error:
+        raise SpecError(
+            f"{path} cannot be written: {error.strerror}",
+            hint="name a file in a folder that exists and may be written to",
+        ) from error
+
+
+def draw_figure(plan: Plan, report: PlanReport) -> "Figure":
+    """The drawing as a matplotlib figure, apart from pyplot and its global state. Raises `SpecError` without matplotlib."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SpecError(
+            "drawing a figure needs matplotlib, which is not installed", hint="pip install 'longspan[plot]'"
+        ) from None
+    with rc_context(_STYLE):
+        figure = Figure(figsize=(_WIDTH, _HEIGHT), facecolor="white")
+        figure.text(0.045, 0.955, headline(report), fontsize=14, fontweight="bold", va="center")
+        figure.text(0.045, 0.915, summary(report), fontsize=10.5, va="center")
+        _draw_legend(figure, plan.ranks)
+        _draw_matrix(figure, plan)
+        _draw_steps(figure, report)
+        return figure
+
+
+def _draw_legend(figure: "Figure", ranks: int) -> None:
+    axes = figure.add_axes((_MIDDLE, 0.935, _RIGHT - _MIDDLE, 0.032))
+    _show_ranks(axes, np.arange(ranks)[None, :], ranks, (-0.5, ranks - 0.5, 0, 1))
+    axes.set_xticks(_ticks(ranks, 16), [str(rank) for rank in _ticks(ranks, 16)])
+    axes.set_ylabel("rank", rotation=0, ha="right", va="center")
+
+
+def _draw_matrix(figure: "Figure", plan: Plan) -> None:
+    """Keys across, queries down; a strip along each side tells which rank holds them."""
+    striped = plan.layout.step > 1
+    # Under stripes the ranks take turns cell by cell, which finer cells would blur.
+    cells = even_cells(plan.seq_len, min(_MOST_CELLS, max(64, 4 * plan.ranks)) if striped else _MOST_CELLS)
+    size, thick, gap, aspect = 0.44, 0.013, 0.006, _WIDTH / _HEIGHT
+    extent = (0.0, plan.seq_len, plan.seq_len, 0.0)
+    matrix = figure.add_axes((_LEFT, _BOTTOM, size, size * aspect), facecolor=_PAPER)
+    ranks = cell_map(plan, cells, cells)
+    holders = owner_map(plan.layout, cells)
+    exact = cells == plan.seq_len
+    # Beyond the few distinct colours a pale one would read as another rank.
+    pale = plan.ranks <= DISTINCT and (exact or not striped)
+    _show_ranks(matrix, ranks, plan.ranks, extent, np.where(holders == ranks, 1.0, _PALE) if pale else None)
+    queries = figure.add_axes((_LEFT - gap - thick, _BOTTOM, thick, size * aspect))
+    _show_ranks(queries, holders[:, None], plan.ranks, extent)
+    keys = figure.add_axes((_LEFT, _BOTTOM + (size + gap) * aspect, size, thick * aspect))
+    _show_ranks(keys, holders[None, :], plan.ranks, extent)
+
+    ticks = [plan.seq_len * part // 4 for part in range(5)] if plan.seq_len >= 4 else [0, plan.seq_len]
+    labels = [short_tokens(tick) for tick in ticks]
+    matrix.set_xticks(ticks, labels)
+    queries.set_yticks(ticks, labels)
+    matrix.set_xlabel("key (token)")
+    queries.set_ylabel("query (token)")
+    side = f"{plan.seq_len / cells:,.4g}"
+    note = "" if exact else f"A cell of {side} x {side} tokens shows the rank with most pairs, equals in turn. "
+    figure.text(_LEFT, 0.025, note + "Pale: keys of another rank." * pale, fontsize=8, va="center")
+    if striped and not exact and (ranks[: cells * 9 // 20, cells * 11 // 20 :] == HIDDEN).all():
+        _draw_first_tokens(matrix, plan)
+
+
+def _draw_first_tokens(matrix: "Axes", plan: Plan) -> None:
+    """The corner of the matrix pair by pair, set into its empty half."""
+    first = min(plan.seq_len, max(16, 2 * plan.ranks))
+    axes = matrix.inset_axes((0.6, 0.57, 0.37, 0.37), facecolor="white")
+    corner = Mask.bands(first, _corner_bands(plan.mask.array, first))
+    small = plan_attention(Layout.striped(first, plan.ranks), corner)
+    _show_ranks(axes, cell_map(small, first, first), plan.ranks, (0.0, first, first, 0.0))
+    axes.set_title(f"its first {first} tokens, pair by pair", fontsize=8)
+
+
+def _corner_bands(bands: Array, first: int) -> list[Band]:
+    """The part of trimmed bands `(n, 6)` within the first queries and keys."""
+    inside = bands[(bands[:, 0] < first) & (bands[:, 2] < first)]
+    return [(q0, min(q1, first), k0, min(k1, first), lo, hi) for q0, q1, k0, k1, lo, hi in inside.tolist()]
+
+
+def _show_ranks(
+    axes: "Axes", ranks: Array, num_ranks: int, extent: tuple[float, float, float, float], alpha: Array | None = None
+) -> None:
+    from matplotlib.colors import ListedColormap
+
+    axes.imshow(
+        np.ma.masked_equal(ranks, HIDDEN),
+        cmap=ListedColormap(_colors(num_ranks)),
+        vmin=-0.5,
+        vmax=num_ranks - 0.5,
+        alpha=alpha,
+        extent=extent,
+        aspect="auto",
+        interpolation="nearest",
+    )
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def _draw_steps(figure: "Figure", report: PlanReport) -> None:
+    """Three maps of rank by step, each with the ranks' totals beside it; forward and backward share one scale."""
+    grid = figure.add_gridspec(
+        3, 2, left=_MIDDLE, right=_RIGHT, top=0.84, bottom=_BOTTOM, hspace=0.36, wspace=0.04, width_ratios=(2.6, 1)
+    )
+    tables = {name: report.by_step(name) for name, _ in _PANELS}
+    most_bytes = int(max(tables["bytes_forward"].max(), tables["bytes_backward"].max()))
+    size, unit = byte_unit(most_bytes)
+    labelled = max(tables["area"].shape) <= _LABELLED
+    for row, (name, title) in enumerate(_PANELS):
+        heat, bars = figure.add_subplot(grid[row, 0]), figure.add_subplot(grid[row, 1])
+        if name == "area":
+            most, words, note = int(tables[name].max()), short_count, ""
+            _draw_heat(heat, tables[name], most, short_count)
+        else:
+            most, words, note = most_bytes, short_bytes, f" ({unit})"
+            _draw_heat(heat, tables[name], most, lambda amount: f"{amount / size:.3g}")
+        _draw_totals(bars, tables[name].sum(axis=1), words)
+        heat.set_title(title + (note if labelled else f" (darkest: {words(most)})"))
+        bars.set_title("in all, and mean")
+    heat.set_xlabel("step: hops the keys have made (0 = own shard)")
+    figure.text(_MIDDLE, 0.025, bytes_note(report), fontsize=8, va="center")
+
+
+def _draw_heat(axes: "Axes", table: Array, most: int, words: Callable[[int], str]) -> None:
+    from matplotlib.colors import LinearSegmentedColormap
+
+    ranks, steps = table.shape
+    axes.set_facecolor("white")
+    shades = LinearSegmentedColormap.from_list("shades", _SHADES)
+    axes.imshow(
+        np.ma.masked_equal(table, 0), cmap=shades, vmin=0, vmax=most or 1, aspect="auto", interpolation="nearest"
+    )
+    axes.set_ylabel("rank")
+    axes.set_yticks(_ticks(ranks, 8))
+    axes.set_xticks(_ticks(steps, 16))
+    if max(ranks, steps) <= _GAPPED:
+        axes.set_xticks(np.arange(steps - 1) + 0.5, minor=True)
+        axes.set_yticks(np.arange(ranks - 1) + 0.5, minor=True)
+        axes.grid(which="minor", color="white", linewidth=1.5)
+        axes.tick_params(which="minor", length=0)
+    if ranks <= _LABELLED and steps <= _LABELLED:
+        for (rank, step), amount in np.ndenumerate(table):
+            if amount:
+                ink = "white" if amount > 0.5 * most else _INK
+                axes.text(step, rank, words(amount), ha="center", va="center", color=ink, fontsize=7.5)
+
+
+def _draw_totals(axes: "Axes", totals: Array, words: Callable[[int], str]) -> None:
+    ranks = len(totals)
+    axes.barh(np.arange(ranks), totals, height=0.8 if ranks <= 32 else 1.0, color=_colors(ranks))
+    axes.axvline(float(totals.mean()), color=_INK, linewidth=0.8, linestyle=(0, (3, 3)))
+    axes.set_ylim(ranks - 0.5, -0.5)
+    axes.set_xlim(0, max(1, totals.max()) * (1.7 if ranks <= _LABELLED else 1.15))
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    if ranks > _LABELLED:
+        axes.set_xticks([0, totals.max()], ["0", words(int(totals.max()))])
+    else:
+        for rank, total in enumerate(totals.tolist()):
+            axes.text(axes.get_xlim()[1], rank, words(total), ha="right", va="center", fontsize=7.5)
+
+
+def _colors(ranks: int) -> list[tuple[float, ...]]:
+    return [tuple(part / 255 for part in rgb) for rgb in rank_colors(ranks)]
+
+
+def _ticks(count: int, most: int) -> list[int]:
+    """Up to `most` of the numbers below `count`, a power of two apart."""
+    every = 1
+    while count > most * every:
+        every *= 2
+    return list(range(0, count, every))

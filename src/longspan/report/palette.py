@@ -1,0 +1,58 @@
+"""One colour and one letter for each rank, the same in the terminal and in figures.
+
+Up to eight ranks: Okabe and Ito's set (jfly.uni-koeln.de/color), told apart with any colour vision. Beyond: a ramp of rising
+lightness after Crameri's batlow (doi.org/10.5281/zenodo.1243862), where near colours mean near ranks.
+"""
+
+Rgb = tuple[int, int, int]
+
+_FEW: tuple[Rgb, ...] = (
+    (0, 114, 178),
+    (230, 159, 0),
+    (0, 158, 115),
+    (204, 121, 167),
+    (86, 180, 233),
+    (213, 94, 0),
+    (80, 80, 80),
+    (240, 228, 66),
+)
+DISTINCT = len(_FEW)
+"""Up to so many ranks each has a colour of its own name."""
+
+_RAMP: tuple[Rgb, ...] = (
+    (1, 25, 89),
+    (16, 63, 96),
+    (28, 90, 98),
+    (60, 109, 86),
+    (104, 123, 62),
+    (157, 137, 43),
+    (210, 147, 67),
+    (248, 161, 123),
+    (253, 183, 188),
+)
+_SYMBOLS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz+="
+
+
+def rank_colors(ranks: int) -> list[Rgb]:
+    """A colour for each of `ranks` ranks, red, green and blue from 0 to 255."""
+    if ranks <= len(_FEW):
+        return list(_FEW[:ranks])
+    return [_between(rank / (ranks - 1) * (len(_RAMP) - 1)) for rank in range(ranks)]
+
+
+def muted(color: Rgb) -> Rgb:
+    """Half way to grey: the same rank, made less of, on a light and on a dark background."""
+    r, g, b = ((part + 128) // 2 for part in color)
+    return r, g, b
+
+
+def rank_symbol(rank: int) -> str:
+    """One character for a rank where there is no colour: 64 of them, then again from the first."""
+    return _SYMBOLS[rank % len(_SYMBOLS)]
+
+
+def _between(place: float) -> Rgb:
+    index = min(int(place), len(_RAMP) - 2)
+    part = place - index
+    r, g, b = (round(a + (z - a) * part) for a, z in zip(_RAMP[index], _RAMP[index + 1], strict=True))
+    return r, g, b

@@ -1,0 +1,148 @@
+"""A plan drawn in text of at most 80 columns: the attention matrix, then what each rank computes and sends step by step.
+
+With colour a rank is a colour, half blocks give square cells; without, it is a letter. Both say the same.
+"""
+
+import numpy as np
+from rich.color import Color
+from rich.console import Console
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from longspan.plan import Plan
+from longspan.report.cells import HIDDEN, cell_edges, cell_map, even_cells, owner_map
+from longspan.report.palette import DISTINCT, muted, rank_colors, rank_symbol
+from longspan.report.record import PlanReport, Quantity
+from longspan.report.words import bytes_note, headline, short_bytes, short_count, short_tokens, summary
+
+Array = np.ndarray
+
+_WIDTH = 80
+_LABEL = 8
+_MOST_CELLS = 64
+_SMALL = 32
+"""Up to so many tokens every cell is one pair, two characters wide."""
+_STEP_COLUMNS = 16
+_QUANTITIES: tuple[Quantity, ...] = ("area", "bytes_forward", "bytes_backward")
+_SHADES, _ASCII_SHADES = "·░▒▓█", ".:+*#"
+
+
+def print_plan(console: Console, plan: Plan, report: PlanReport) -> None:
+    """Draw `plan` on `console`; `report` is `describe(plan, ...)` of the same plan."""
+    ascii_only = console.options.ascii_only
+    plain = ascii_only or console.no_color or console.color_system is None
+    colors = rank_colors(plan.ranks)
+    styles = None if plain else [Style(color=Color.from_rgb(*rgb)) for rgb in (*colors, *map(muted, colors))]
+    shades = _ASCII_SHADES if ascii_only else _SHADES
+    console.print(Text(headline(report), style="bold"))
+    console.print(Text(summary(report)), Text(), sep="\n", width=_WIDTH)
+    for line in _matrix(plan, styles):
+        console.print(line, no_wrap=True, overflow="crop", crop=False)
+    console.print(Text(), _steps(report, styles, shades), sep="\n", width=_WIDTH)
+    console.print(Text(_legend(report, shades)), width=_WIDTH)
+
+
+def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
+    """Keys across, queries down; a strip along each side tells which rank holds them.
+
+    `styles` are the ranks' colours, then their muted ones; None draws letters.
+    """
+    small = plan.seq_len <= _SMALL
+    columns = plan.seq_len if small else even_cells(plan.seq_len, _MOST_CELLS)
+    halves = styles is not None and not small
+    rows = columns if small or halves else columns // 2
+    per_line = 2 if halves else 1
+    holders, ranks = owner_map(plan.layout, columns), cell_map(plan, rows, columns)
+    told_apart = styles is not None and plan.ranks <= DISTINCT and (columns == plan.seq_len or plan.layout.step == 1)
+    if told_apart:
+        ranks = np.where((ranks == HIDDEN) | (ranks == holders), ranks, ranks + plan.ranks)
+    cells = np.full((rows + 2 * per_line + rows % per_line, columns + 2), HIDDEN)
+    cells[:per_line, 2:] = holders
+    cells[2 * per_line : 2 * per_line + rows, 0] = owner_map(plan.layout, rows)
+    cells[2 * per_line : 2 * per_line + rows, 2:] = ranks
+
+    starts = cell_edges(plan.seq_len, rows)[:-1:per_line].tolist()
+    every = max(1, len(starts) // 4)
+    labels = ["keys", "queries", *("" if n % every else short_tokens(start) for n, start in enumerate(starts))]
+    width = 2 if small else 1
+    lines = []
+    for n, label in enumerate(labels):
+        line = Text(f"{label:>{_LABEL - 1}} ")
+        for above, below in zip(cells[n * per_line].tolist(), cells[(n + 1) * per_line - 1].tolist(), strict=True):
+            line.append_text(_cell(above, below, width, styles))
+        line.rstrip()
+        lines.append(line)
+    lines.append(Text(_key_axis(plan.seq_len, columns * width).rjust(_LABEL + (columns + 2) * width)))
+    notes = []
+    if rows < plan.seq_len:
+        size = f"{plan.seq_len / rows:,.4g} x {plan.seq_len / columns:,.4g}"
+        notes.append(f"A cell of {size} tokens shows the rank with most pairs, equals in turn.")
+    if told_apart:
+        notes.append("Muted: keys of another rank.")
+    lines += [Text(f"{'':{_LABEL}}{note}") for note in notes]
+    return lines
+
+
+def _cell(above: int, below: int, width: int, styles: list[Style] | None) -> Text:
+    """One character for two cells, one above the other, or `width` characters for one (`above` = `below`)."""
+    if styles is None:
+        return Text((" " if above == HIDDEN else rank_symbol(above)).ljust(width))
+    if above == below:
+        return Text(" " * width) if above == HIDDEN else Text("█" * width, styles[above])
+    if above == HIDDEN:
+        return Text("▄", styles[below])
+    background = Style() if below == HIDDEN else Style(bgcolor=styles[below].color)
+    return Text("▀", styles[above] + background)
+
+
+def _key_axis(seq_len: int, width: int) -> str:
+    end = short_tokens(seq_len)
+    middle = short_tokens(seq_len // 2).center(width)
+    return end.rjust(width) if width < 24 else f"0{middle[1 : width - len(end)]}{end}"
+
+
+def _steps(report: PlanReport, styles: list[Style] | None, shades: str) -> Table:
+    """A line per rank: a shade per step and the total, for pairs, bytes sent forward and bytes sent backward."""
+    area, forward, backward = (_fold(report.by_step(name)) for name in _QUANTITIES)
+    # Forward and backward share one scale, so that their shades compare.
+    most_bytes = int(max(forward.max(), backward.max()))
+    wide = _columns_of_a_step(area.shape[1])
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("rank", "pairs", "", "sent forward", "", "sent backward", ""):
+        table.add_column(name, justify="left" if name else "right", no_wrap=True)
+    for rank in report.per_rank:
+        style = styles[rank.rank] if styles else Style()
+        chip = Text(f"{rank.rank:>2} ").append("█" if styles else rank_symbol(rank.rank), style)
+        strips = [
+            Text("".join(_shade(amount, most, shades) * wide for amount in amounts[rank.rank].tolist()), style)
+            for amounts, most in ((area, int(area.max())), (forward, most_bytes), (backward, most_bytes))
+        ]
+        totals = (
+            short_count(rank.area),
+            short_bytes(rank.bytes_forward, space=""),
+            short_bytes(rank.bytes_backward, space=""),
+        )
+        table.add_row(chip, *(part for pair in zip(strips, totals, strict=True) for part in pair))
+    return table
+
+
+def _legend(report: PlanReport, shades: str) -> str:
+    folded = -(-report.num_steps // _STEP_COLUMNS)
+    wide = _columns_of_a_step(report.num_steps)
+    columns = f"{wide} characters are a step" if wide > 1 else f"A character is {folded} step{'s' * (folded > 1)}"
+    return f"{columns}; {shades[0]} nothing, {shades[1:]} by quarters of the largest. {bytes_note(report)}"
+
+
+def _fold(table: Array) -> Array:
+    """Sum neighbouring steps until they fit the columns."""
+    size = -(-table.shape[1] // _STEP_COLUMNS)
+    return np.add.reduceat(table, np.arange(0, table.shape[1], size), axis=1)
+
+
+def _columns_of_a_step(steps: int) -> int:
+    return max(1, min(4, _STEP_COLUMNS // steps))
+
+
+def _shade(amount: int, most: int, shades: str) -> str:
+    return shades[0] if not amount else shades[-(-amount * (len(shades) - 1) // most)]

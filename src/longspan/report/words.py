@@ -1,0 +1,90 @@
+"""Numbers and plans in words, the same in tables, titles and drawings.
+
+Tokens and bytes count in powers of two (8k = 8,192), pairs in powers of ten.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from longspan.plan import Mask
+
+if TYPE_CHECKING:
+    from longspan.report.record import PlanReport
+
+_BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def headline(report: "PlanReport") -> str:
+    """What was planned."""
+    return f"{report.layout} layout, {report.mask}, {report.route} route"
+
+
+def summary(report: "PlanReport") -> str:
+    """How much it is, and how even."""
+    ranks, tokens = f"rank{'s' * (report.ranks != 1)}", f"token{'s' * (report.seq_len != 1)}"
+    return f"{report.ranks} {ranks}, {report.seq_len:,} {tokens}, imbalance {report.imbalance:.3f}, {traffic(report)}"
+
+
+def traffic(report: "PlanReport") -> str:
+    """Rows sent in a forward, relative to a ring that passes every shard all the way round."""
+    if not report.rows_sent:
+        return "no KV row sent"
+    return f"KV rows sent: {report.rows_relative:.2f} of a plain ring"
+
+
+def bytes_note(report: "PlanReport") -> str:
+    """What the bytes of a report count."""
+    heads = f"{report.heads[1]} KV heads" if report.heads else "one KV head"
+    return f"Bytes sent per batch row, for {heads} of {report.head_dim} at {report.itemsize} bytes an element."
+
+
+def short_count(number: int) -> str:
+    """`33.6M` for 33,562,624: at most three digits and a letter."""
+    return _scaled(number, 1000, ("", "k", "M", "G", "T", "P"))
+
+
+def short_bytes(number: int, space: str = " ") -> str:
+    """`12.0 MiB`."""
+    return _scaled(number, 1024, tuple(space + unit for unit in _BYTE_UNITS))
+
+
+def byte_unit(most: int) -> tuple[int, str]:
+    """The unit for numbers up to `most` bytes: how many bytes it is, and its name."""
+    power = max(0, (most.bit_length() - 1) // 10)
+    return 1 << (10 * power), _BYTE_UNITS[power]
+
+
+def short_tokens(number: int) -> str:
+    """`8k` for 8,192, `1M` for 1,048,576; in full where that is not exact."""
+    for size, letter in ((1 << 20, "M"), (1 << 10, "k")):
+        if number and number % size == 0:
+            return f"{number // size}{letter}"
+    return f"{number:,}"
+
+
+def mask_words(mask: Mask) -> str:
+    """`causal mask`, `causal window of 4,096`, `prefix of 512`, `3 causal documents`, or else `mask of 7 bands`."""
+    q0, q1, k0, k1, lo, hi = mask.array.T
+    number = len(mask.array)
+    if not number:
+        return "empty mask"
+    size, reach = q1 - q0, int(hi.max()) + 1
+    documents = np.array_equal(q0, k0) and np.array_equal(q1, k1) and np.array_equal(hi, np.minimum(size, reach) - 1)
+    if documents and int(size.sum()) == mask.seq_len and ((lo == 0).all() or np.array_equal(lo, -hi)):
+        causal, windowed = bool((lo == 0).all()), reach < int(size.max())
+        kind = "causal" if causal else "two-sided" if windowed else "full"
+        if number > 1:
+            return f"{number:,} {kind} documents" + f", window {reach:,}" * windowed
+        return f"{kind} window of {reach:,}" if windowed else f"{kind} mask"
+    if mask == Mask.prefix(mask.seq_len, int(q1[0])):
+        return f"prefix of {int(q1[0]):,}"
+    return f"mask of {number:,} band{'s' * (number != 1)}"
+
+
+def _scaled(number: int, base: int, units: tuple[str, ...]) -> str:
+    value, unit = float(number), 0
+    while value >= base * 0.9995 and unit < len(units) - 1:
+        value, unit = value / base, unit + 1
+    digits = 0 if unit == 0 or value >= 99.95 else 1
+    return f"{value:.{digits}f}{units[unit]}"

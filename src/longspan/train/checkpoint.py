@@ -1,0 +1,110 @@
+"""Checkpoints through torch.distributed.checkpoint: weights, moments and where the run stood, at any number of ranks.
+
+    run_dir/checkpoints/step-00000030/    DCP's shards, and run.json: step, loader, loss scale, the model's shape
+
+A checkpoint is written beside its place and renamed when it is whole. DCP's metadata is unpickled when read: load only
+checkpoints that you trust.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+
+from longspan.model import Decoder, ModelConfig, save_pretrained
+from longspan.spec import CheckpointError
+from longspan.train.optim import LossScale
+from longspan.train.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands, apart from tensors. `step` steps are done."""
+
+    step: int
+    tokens: int
+    loader: dict[str, Any]
+
+
+def save(run_dir: Path, step: TrainStep, progress: Progress) -> Path:
+    """Write a checkpoint and return its folder. Collective."""
+    folder = run_dir / "checkpoints" / f"step-{progress.step:08d}"
+    scratch = folder.with_suffix(".partial")
+    model, optimizer = get_state_dict(step.module, step.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=scratch)
+    if dist.get_rank() == 0:
+        record = {
+            **asdict(progress),
+            "loss_scale": asdict(step.scale),
+            "model": step.model_config.model_dump(mode="json"),
+        }
+        (scratch / "run.json").write_text(json.dumps(record, indent=1))
+        scratch.rename(folder)
+    dist.barrier()
+    return folder
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The folder of the latest whole checkpoint, if there is one."""
+    found = sorted(run_dir.glob("checkpoints/step-*/run.json"))
+    return found[-1].parent if found else None
+
+
+def load(folder: Path, step: TrainStep) -> Progress:
+    """Read a checkpoint into the model and optimizer of `step`, saved at any number of ranks. Collective.
+
+    Raises `CheckpointError` naming the values that differ if it is of another model.
+    """
+    record = read_record(folder)
+    check_model(folder, record, step.model_config)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(step.module),
+        "optimizer": get_optimizer_state_dict(step.module, step.optimizer),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(step.module, step.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    step.scale = LossScale(**record["loss_scale"])
+    return Progress(record["step"], record["tokens"], record["loader"])
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """`run.json` of a checkpoint."""
+    try:
+        record: dict[str, Any] = json.loads((folder / "run.json").read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} is not a whole checkpoint: run.json: {error}") from None
+    return record
+
+
+def check_model(folder: Path, record: dict[str, Any], config: ModelConfig) -> None:
+    """Refuse a checkpoint whose model has another shape, naming what differs."""
+    saved, here = record["model"], config.model_dump(mode="json")
+    differing = [f"{key} is {saved.get(key)} there and {here[key]} here" for key in here if saved.get(key) != here[key]]
+    if differing:
+        raise CheckpointError(
+            f"{folder} is a checkpoint of another model: {'; '.join(differing)}",
+            hint="give the [model] section of the run that saved it, or another run_dir",
+        )
+
+
+def export(run_dir: Path, module: nn.Module, config: ModelConfig) -> Path:
+    """Gather the weights on rank 0 and write them as a Hugging Face folder. Collective."""
+    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    folder = run_dir / "model"
+    if dist.get_rank() == 0:
+        model = Decoder(config)
+        model.load_state_dict(whole)
+        save_pretrained(model, folder)
+    dist.barrier()
+    return folder

@@ -1,0 +1,134 @@
+"""The configuration of a run: one frozen record from a TOML file and `--set` overrides, checked when it is made."""
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from longspan.data.config import DataConfig
+from longspan.model.config import ModelConfig
+from longspan.spec import SpecError
+
+Positive = Annotated[int, Field(ge=1)]
+Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ParallelConfig(_Record):
+    """How the ranks share the work. World = dp x cp."""
+
+    cp: Positive = 1
+    """Ranks that share one sequence."""
+    dp: Positive | None = None
+    """Ranks (groups of cp) that read different rows; None: what the world leaves under torchrun, else 1."""
+    layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"
+    route: Literal["ring"] = "ring"
+    kernel: Literal["auto", "sdpa", "reference"] = "auto"
+    slots_multiple_of: Positive | None = None
+    """Pad each rank's local length with dead slots to a multiple; None: exact lengths."""
+    wrapper: Literal["fsdp", "ddp"] = "fsdp"
+    """FSDP2 shards parameters, gradients and moments over dp x cp; DDP keeps them whole (fp32 and fp64 only)."""
+    threads: Positive | None = None
+    """CPU threads of a rank; None: the cores over the ranks of this machine."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
+    """After this long without an answer from a peer, a rank gives up."""
+
+
+class OptimConfig(_Record):
+    """AdamW with linear warm-up and a cosine down to `min_lr_ratio * lr`; the norm of all gradients is clipped."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """On matrices; norms are left alone."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+
+
+class TrainConfig(_Record):
+    """Everything that decides a run. Sizes in tokens and steps; `longspan train --help` shows how to set them."""
+
+    data: DataConfig
+    model: ModelConfig | None = None
+    """The decoder to make; exactly one of `model` and `init_from`."""
+    init_from: Path | None = None
+    """A Hugging Face Llama folder whose weights to start from."""
+    parallel: ParallelConfig = ParallelConfig()
+    optim: OptimConfig = OptimConfig()
+    run_dir: Path = Path("runs/default")
+    """Metrics, TensorBoard events and checkpoints go here."""
+    steps: Positive = 100
+    rows_per_batch: Positive = 1
+    """Rows of `data.row_tokens` on the token axis of one micro-batch."""
+    accumulation: Positive = 1
+    """Micro-batches of an optimizer step. Global batch = rows_per_batch x dp x accumulation rows."""
+    dtype: Dtype = "fp32"
+    """Of activations and of the weights in use; bf16 and fp16 keep fp32 weights, gradients and moments beside them."""
+    recompute: Literal["none", "block"] = "none"
+    """"block": keep each block's input and attention output, compute the rest again in backward (repeats no hop)."""
+    eval_every: Positive | None = None
+    """Steps between evaluations on held-out rows; there is one at the end too. None: never."""
+    eval_rows: Positive | None = 8
+    """Held-out rows of an evaluation; None: all."""
+    checkpoint_every: Positive | None = None
+    """Steps between checkpoints; there is one at the end too. None: never."""
+    resume: bool = False
+    """Go on from the newest checkpoint in `run_dir`."""
+    export: bool = False
+    """At the end, write the weights as a Hugging Face folder into `run_dir/model`."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of the initial weights."""
+
+    @model_validator(mode="after")
+    def _check(self) -> "TrainConfig":
+        if (self.model is None) == (self.init_from is None):
+            raise SpecError(
+                "both model and init_from are given" if self.model else "neither model nor init_from is given",
+                hint="give [model] to start from random weights, or init_from to start from a folder",
+            )
+        if self.parallel.wrapper == "ddp" and self.dtype in ("bf16", "fp16"):
+            raise SpecError(
+                f'dtype="{self.dtype}" with parallel.wrapper="ddp": DDP keeps one copy of the weights, in fp32',
+                hint='use parallel.wrapper="fsdp" for bf16 and fp16',
+            )
+        if self.optim.warmup_steps > self.steps:
+            raise SpecError(f"optim.warmup_steps {self.optim.warmup_steps} is more than steps {self.steps}")
+        return self
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """Read a TOML file and apply overrides such as `parallel.cp=2`, whose values are TOML (bare words are strings).
+
+    Raises `SpecError` (file, override) or `pydantic.ValidationError` (values).
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise SpecError(f"cannot read {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SpecError(f"{path} is not TOML: {error}") from None
+    for override in overrides:
+        _apply(values, override)
+    return TrainConfig.model_validate(values)
+
+
+def _apply(values: dict[str, Any], override: str) -> None:
+    name, equals, text = override.partition("=")
+    *sections, key = name.strip().split(".")
+    if not equals or not key:
+        raise SpecError(f"--set {override!r} is not of the form section.key=value", hint="such as --set parallel.cp=2")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise SpecError(f"--set {override!r}: {section} is a value, not a section")
+    try:
+        values[key] = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        values[key] = None if text == "none" else text

@@ -1,0 +1,152 @@
+"""A whole run: assemble the parts on this rank, step, evaluate, save, report."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from longspan.comm.launch import join_world, launch, leave_world, under_torchrun
+from longspan.comm.traffic import record
+from longspan.data import Loader, TokenStore, eval_batches, open_store, unigram_entropy
+from longspan.spec import CheckpointError, SpecError
+from longspan.train import checkpoint
+from longspan.train.config import TrainConfig
+from longspan.train.model import make_model, model_config
+from longspan.train.monitor import Monitor, gather_usage, measure
+from longspan.train.step import TrainStep
+
+
+@dataclass(frozen=True)
+class Summary:
+    """How a run ended; the same at every CP size. Losses and entropy are nats per token."""
+
+    steps: int
+    tokens: int
+    ranks: int
+    loss: float
+    heldout_loss: float | None
+    unigram_entropy: float
+    tokens_per_second: float
+    run_dir: str
+
+
+def train(config: TrainConfig, *, quiet: bool = False, progress: Callable[[int], None] | None = None) -> Summary | None:
+    """Train on this world if a launcher made one, else on `cp x dp` new processes. Only rank 0 gets the summary.
+
+    What is wrong with the configuration, the corpus or a checkpoint raises here, before a process is started.
+    """
+    prepare(config, progress)
+    if under_torchrun():
+        return run_and_leave(config, quiet)
+    return launch(run_and_leave, (config, quiet), config.parallel.cp * (config.parallel.dp or 1))
+
+
+def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> None:
+    """Refuse what the ranks would refuse, before there are any."""
+    prepare_corpus(config, progress)
+    folder = checkpoint.newest(config.run_dir)
+    if folder is not None and not config.resume:
+        raise CheckpointError(
+            f"{folder} exists: the run would write over a run that has been saved",
+            hint="set resume=true to go on from it, or choose another run_dir",
+        )
+    if folder is not None:
+        checkpoint.check_model(folder, checkpoint.read_record(folder), model_config(config))
+
+
+def prepare_corpus(config: TrainConfig, progress: Callable[[int], None] | None = None) -> None:
+    """Tokenise once, so that ranks find the corpus ready, and check that the model knows its tokens."""
+    store = open_store(config.data, progress)
+    model = model_config(config)
+    if store.vocab_size > model.vocab_size:
+        raise SpecError(
+            f"the tokenizer has {store.vocab_size} tokens and the model's vocab_size is {model.vocab_size}",
+            hint=f"set model.vocab_size to at least {store.vocab_size}",
+        )
+
+
+def run_and_leave(config: TrainConfig, quiet: bool) -> Summary | None:
+    """`run`, for a process that is made for it."""
+    try:
+        return run(config, quiet=quiet)
+    finally:
+        leave_world()
+
+
+def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
+    """This rank's part of a run. Collective over the world."""
+    mesh = join(config)
+    rank = dist.get_rank()
+    store = open_store(config.data)
+    loader = make_loader(config, store, mesh)
+    step = TrainStep(make_model(config), mesh, config)
+    done, tokens, result = 0, 0, None
+    if config.resume and (folder := checkpoint.newest(config.run_dir)) is not None:
+        saved = checkpoint.load(folder, step)
+        done, tokens = saved.step, saved.tokens
+        loader.load_state_dict(saved.loader)
+    heldout: float | None = None
+    seconds_stepping = tokens_stepping = 0.0
+    with Monitor(config.run_dir, config.steps, done, writes=rank == 0, quiet=quiet) as monitor:
+        for index in range(done, config.steps):
+            began = time.perf_counter()
+            with record() as calls:
+                result = step([next(loader) for _ in range(config.accumulation)], index)
+            seconds = time.perf_counter() - began
+            tokens += result.tokens
+            if index > done:  # The first step warms caches and allocators up.
+                seconds_stepping, tokens_stepping = seconds_stepping + seconds, tokens_stepping + result.tokens
+            monitor.step(index + 1, result, seconds, tokens, gather_usage(measure(rank, calls)))
+            last = index + 1 == config.steps
+            if _due(config.eval_every, index + 1, last):
+                heldout = evaluate(step, config, store, mesh)
+                monitor.evaluation(index + 1, heldout)
+            if _due(config.checkpoint_every, index + 1, last):
+                checkpoint.save(config.run_dir, step, checkpoint.Progress(index + 1, tokens, loader.state_dict()))
+    if config.export:
+        checkpoint.export(config.run_dir, step.module, step.model_config)
+    if rank != 0:
+        return None
+    return Summary(
+        steps=config.steps,
+        tokens=tokens,
+        ranks=dist.get_world_size(),
+        loss=result.loss if result else float("nan"),
+        heldout_loss=heldout,
+        unigram_entropy=unigram_entropy(store),
+        tokens_per_second=tokens_stepping / seconds_stepping if seconds_stepping else float("nan"),
+        run_dir=str(config.run_dir),
+    )
+
+
+def join(config: TrainConfig) -> DeviceMesh:
+    """This rank's mesh, of the degrees that the configuration asks for."""
+    parallel = config.parallel
+    return join_world(parallel.cp, parallel.dp, timedelta(seconds=parallel.timeout_seconds), parallel.threads)
+
+
+def make_loader(config: TrainConfig, store: TokenStore, mesh: DeviceMesh) -> Loader:
+    """Rows keyed by the data-parallel rank alone: all ranks of a CP group read the same."""
+    return Loader(
+        store,
+        row_tokens=config.data.row_tokens,
+        rows_per_batch=config.rows_per_batch,
+        dp_rank=mesh["dp"].get_local_rank(),
+        dp_size=mesh["dp"].size(),
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore, mesh: DeviceMesh) -> float:
+    """Mean loss over held-out rows. Collective."""
+    dp = mesh["dp"]
+    rows = eval_batches(store, config.data.row_tokens, dp.get_local_rank(), dp.size(), config.eval_rows)
+    return step.evaluate(list(rows))
+
+
+def _due(every: int | None, step: int, last: bool) -> bool:
+    return every is not None and (last or step % every == 0)

@@ -1,0 +1,142 @@
+"""One optimizer step under context and data parallelism: the part that `longspan verify` replays.
+
+    rows of this dp rank -> shard -> model (attention runs the plan) -> sum of token losses -> backward -> AdamW
+
+Labels and positions come from the global row and are sharded like the ids. The gradient is that of the mean over all valid
+tokens of the global batch, whatever the wrapper averages by.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from longspan.attention.context import ContextParallel
+from longspan.data import Batch
+from longspan.model import Decoder, mean_loss_scale
+from longspan.plan import Mask
+from longspan.train.config import TrainConfig
+from longspan.train.model import DTYPES
+from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. `loss` is the mean over the `targets` valid tokens of the global batch, the same on all ranks."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    targets: int
+    tokens: int
+    skipped: bool
+
+
+class TrainStep:
+    """A model, its optimizer and the groups it trains over. Made from parts; does nothing until called."""
+
+    def __init__(self, model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
+        self.config = config
+        self.model_config = model.config
+        self.names = tuple(dict.fromkeys(model.config.mask_names))
+        heads = (model.config.num_heads, model.config.num_kv_heads)
+        parallel = config.parallel
+        self.cp = ContextParallel(
+            mesh["cp"],
+            layout=parallel.layout,
+            route=parallel.route,
+            heads=heads,
+            kernel=parallel.kernel,
+            slots_multiple_of=parallel.slots_multiple_of,
+        )
+        self.dp_group = mesh["dp"].get_group()
+        self.everyone = mesh["dp", "cp"]._flatten("dp_cp")
+        self.device = torch.device(mesh.device_type)
+        self.module = wrap(model.to(self.device), self.everyone, config)
+        self.optimizer = make_optimizer(self.module, config.optim)
+        self.scale = LossScale.of_dtype(config.dtype)
+
+    def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
+        """Accumulate over this dp rank's micro-batches and update the weights. Collective over all ranks."""
+        loss, targets, tokens = self.backward(batches)
+        rate = learning_rate(self.config.optim, step, self.config.steps)
+        norm = update(self.module, self.optimizer, self.scale, rate, self.config.optim.clip_norm)
+        return StepResult(loss, norm, rate, targets, tokens, skipped=not math.isfinite(norm))
+
+    def backward(self, batches: Sequence[Batch]) -> tuple[float, int, int]:
+        """Fresh gradients of the global token mean (times the loss scale); that mean, its tokens, and all tokens read."""
+        self.optimizer.zero_grad()
+        targets, tokens = self._sum_over_dp(
+            [sum(batch.num_targets for batch in batches), sum(batch.seq_len for batch in batches)]
+        )
+        factor = mean_loss_scale(targets, self.everyone.size())
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(batches):
+            self._sync_gradients(index == len(batches) - 1)
+            loss_sum = self.loss_sum(batch)
+            (loss_sum * (factor * self.scale.value)).backward()
+            total += loss_sum.detach().double()
+        dist.all_reduce(total, group=self.everyone.get_group())
+        return (float(total) / targets if targets else 0.0), targets, tokens
+
+    def loss_sum(self, batch: Batch) -> torch.Tensor:
+        """Sum of the losses of this rank's tokens of a global row; collective over the CP group."""
+        with self.cp.sequence(masks_of(batch, self.names), ids=batch.digest()) as sequence:
+            local = sequence.shard(batch.tensors(), dim=1)
+            local = {name: tensor.to(self.device) for name, tensor in local.items()}
+            loss: torch.Tensor = self.module(
+                local["input_ids"],
+                local["position_ids"],
+                lambda q, k, v, mask: sequence.attention(q, k, v, mask=mask),
+                labels=local["labels"],
+            )
+        return loss
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[Batch | None]) -> float:
+        """Token-weighted mean loss over the rows of all dp ranks; ranks without a row (None) take part with nothing."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for batch in batches:
+            # A rank without a row of its own still gathers weights with the others: it runs one token and counts none.
+            loss = self.loss_sum(batch or Batch.from_documents([[0]])).double()
+            if batch is not None:
+                total += torch.stack((loss, loss.new_tensor(batch.num_targets / self.cp.size)))
+        dist.all_reduce(total, group=self.everyone.get_group())
+        return float(total[0] / total[1]) if total[1] else 0.0
+
+    def _sum_over_dp(self, counts: Sequence[int]) -> list[int]:
+        """Every CP rank knows the whole row, so only the dp ranks add up."""
+        total = torch.tensor(counts, dtype=torch.int64, device=self.device)
+        dist.all_reduce(total, group=self.dp_group)
+        return [int(count) for count in total.tolist()]
+
+    def _sync_gradients(self, last: bool) -> None:
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(last)
+        elif isinstance(self.module, DistributedDataParallel):
+            self.module.require_backward_grad_sync = last
+
+
+def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
+    """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
+    windows = {name: None if name == "full" else int(name.removeprefix("window-")) for name in names}
+    return {name: Mask.documents(batch.lengths, window=window) for name, window in windows.items()}
+
+
+def wrap(model: Decoder, everyone: DeviceMesh, config: TrainConfig) -> nn.Module:
+    """FSDP2 over all ranks, one unit per block, or DDP. Both average gradients over the ranks of `everyone`."""
+    if config.parallel.wrapper == "ddp":
+        return DistributedDataParallel(model, process_group=everyone.get_group())
+    low = DTYPES[config.dtype] if config.dtype in ("bf16", "fp16") else None
+    policy = MixedPrecisionPolicy(
+        param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
+    )
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=everyone, mp_policy=policy)
+    return model

@@ -1,0 +1,103 @@
+"""The CP=1 side: the same steps on one process, plain SDPA per document on the unsharded batch.
+
+It imports nothing of plan/ or attention/ (import-linter holds it), so a fault there cannot be on both sides.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from longspan.data import Batch, Loader, open_store
+from longspan.model import Decoder
+from longspan.train.config import TrainConfig
+from longspan.train.model import DTYPES, make_model
+from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
+from longspan.verify.evidence import Evidence
+
+Tensor = torch.Tensor
+
+
+def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
+    """Replay `steps` steps of a run on this process; the first step's gradients go to a safetensors file.
+
+    The rows of all data-parallel ranks and micro-batches of a step are read one after the other.
+    """
+    torch.set_num_threads(os.cpu_count() or 1)
+    store = open_store(config.data)
+    loader = Loader(
+        store,
+        row_tokens=config.data.row_tokens,
+        rows_per_batch=config.rows_per_batch,
+        dp_rank=0,
+        dp_size=1,
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+    )
+    model = make_model(config)
+    optimizer = make_optimizer(model, config.optim)
+    scale = LossScale.of_dtype(config.dtype)
+    losses, norms = [], []
+    for step in range(steps):
+        batches = [next(loader) for _ in range(config.accumulation * (config.parallel.dp or 1))]
+        targets = max(sum(batch.num_targets for batch in batches), 1)
+        optimizer.zero_grad()
+        loss = sum(_backward(model, batch, config.dtype, scale.value / targets) for batch in batches)
+        if step == 0:
+            named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            Evidence.write_gradients(gradients, {name: grad / scale.value for name, grad in named.items()})
+        rate = learning_rate(config.optim, step, config.steps)
+        norms.append(update(model, optimizer, scale, rate, config.optim.clip_norm))
+        losses.append(loss / targets)
+    return Evidence(losses, norms, gradients)
+
+
+def _backward(model: Decoder, batch: Batch, dtype: str, factor: float) -> float:
+    """Add the gradients of `factor` times the loss sum of a row; returns that sum.
+
+    For bf16 and fp16 a copy in that type computes, and its gradients are added to those of the fp32 weights.
+    """
+    if dtype not in ("bf16", "fp16"):
+        loss = loss_sum(model, batch)
+        (loss * factor).backward()
+        return float(loss.detach())
+    low = Decoder(model.config).to(DTYPES[dtype])
+    low.load_state_dict(model.state_dict())
+    loss = loss_sum(low, batch)
+    (loss * factor).backward()
+    for wide, narrow in zip(model.parameters(), low.parameters(), strict=True):
+        if narrow.grad is not None:
+            wide.grad = narrow.grad.float() + (0 if wide.grad is None else wide.grad)
+    return float(loss.detach())
+
+
+def loss_sum(model: Decoder, batch: Batch) -> Tensor:
+    """Sum of the losses of a whole row, attention by plain SDPA within each document."""
+    tensors = batch.tensors()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
+        return attend_documents(q, k, v, batch.lengths, mask)
+
+    return model(tensors["input_ids"], tensors["position_ids"], attend, labels=tensors["labels"])
+
+
+def attend_documents(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], mask: str) -> Tensor:
+    """Causal SDPA of each document alone, q `(B, H, S, D)`; "window-w" keeps the last `w` keys by a dense mask."""
+    outs = []
+    for q_doc, k_doc, v_doc in zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True):
+        length = q_doc.shape[2]
+        if length == 0:
+            continue
+        if mask == "full":
+            visible = None
+        else:
+            away = torch.arange(length)[:, None] - torch.arange(length)
+            visible = (away >= 0) & (away < int(mask.removeprefix("window-")))
+        outs.append(
+            F.scaled_dot_product_attention(
+                q_doc, k_doc, v_doc, attn_mask=visible, is_causal=visible is None, enable_gqa=True
+            )
+        )
+    return torch.cat(outs, dim=2)

@@ -1,0 +1,91 @@
+"""Compare the two sides and give a verdict, with the tolerance of every figure.
+
+fp64, fp32    losses, gradient norms and every gradient equal those of CP=1 to a fixed relative error
+bf16, fp16    the error against CP=1 in fp32 is at most twice that of CP=1 in the same type, plus rounding noise
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from longspan.verify.evidence import Evidence
+
+EXACT = {"fp64": 1e-9, "fp32": 1e-4}
+"""Relative error allowed to a gradient, as a tensor: greatest difference over greatest entry. To losses and norms too."""
+
+NOISE = {"bf16": 2.0**-9, "fp16": 2.0**-12}
+"""Half the spacing of the type: what two correct orders of summation may differ by, beyond twice the baseline's error."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One case. Errors are relative; `drift` is the loss's difference from CP=1 of the same type, step by step."""
+
+    cp: int
+    layout: str
+    dtype: str
+    loss: float
+    grad_norm: float
+    loss_error: float
+    loss_tolerance: float
+    norm_error: float
+    norm_tolerance: float
+    worst_gradient: str
+    gradient_error: float
+    gradient_tolerance: float
+    drift: list[float]
+    passed: bool
+
+
+def judge(cp: int, layout: str, dtype: str, seen: Evidence, baseline: Evidence, exact: Evidence) -> Verdict:
+    """`baseline` is CP=1 in the same type, `exact` CP=1 in at least fp32 (for fp64 and fp32 the baseline itself)."""
+    losses = _errors(seen.losses, exact.losses)
+    norms = _errors(seen.grad_norms, exact.grad_norms)
+    gradients = gradient_errors(seen.read_gradients(), exact.read_gradients())
+    if dtype in EXACT:
+        loss_tolerance = norm_tolerance = EXACT[dtype]
+        allowed = dict.fromkeys(gradients, EXACT[dtype])
+    else:
+        loss_tolerance = 2 * max(_errors(baseline.losses, exact.losses)) + NOISE[dtype]
+        norm_tolerance = 2 * max(_errors(baseline.grad_norms, exact.grad_norms)) + NOISE[dtype]
+        own = gradient_errors(baseline.read_gradients(), exact.read_gradients())
+        allowed = {name: 2 * error + NOISE[dtype] for name, error in own.items()}
+    # The worst is the one that uses most of what it is allowed; a tensor that CP=1 lacks is allowed nothing.
+    worst = max(gradients, key=lambda name: gradients[name] / allowed.get(name, 1e-300))
+    return Verdict(
+        cp=cp,
+        layout=layout,
+        dtype=dtype,
+        loss=seen.losses[0],
+        grad_norm=seen.grad_norms[0],
+        loss_error=max(losses),
+        loss_tolerance=loss_tolerance,
+        norm_error=max(norms),
+        norm_tolerance=norm_tolerance,
+        worst_gradient=worst,
+        gradient_error=gradients[worst],
+        gradient_tolerance=allowed.get(worst, 0.0),
+        drift=_errors(seen.losses, baseline.losses),
+        passed=max(losses) <= loss_tolerance
+        and max(norms) <= norm_tolerance
+        and all(error <= allowed.get(name, 0.0) for name, error in gradients.items()),
+    )
+
+
+def gradient_errors(seen: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Greatest difference over greatest entry, per parameter; infinite where one side has no such tensor."""
+    errors = {}
+    for name in sorted(seen.keys() | right.keys()):
+        if name not in seen or name not in right or seen[name].shape != right[name].shape:
+            errors[name] = float("inf")
+            continue
+        a, b = seen[name].double(), right[name].double()
+        error = float((a - b).abs().max() / b.abs().max().clamp(min=torch.finfo(torch.float64).tiny))
+        errors[name] = error if error == error else float("inf")
+    return errors
+
+
+def _errors(seen: list[float], right: list[float]) -> list[float]:
+    errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(seen, right, strict=True)]
+    return [error if error == error else float("inf") for error in errors]

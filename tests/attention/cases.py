@@ -1,0 +1,90 @@
+"""One case of the oracle matrix: what a rank must give, to the byte and the pair."""
+
+from typing import NamedTuple
+
+from longspan.attention.attention import attention
+from longspan.comm.sharding import shard
+from longspan.comm.traffic import record
+from longspan.plan import Layout, Mask, plan_attention
+from tests.oracle import dense_attention, make_inputs, relative_error
+
+NAN = float("nan")
+
+
+class Case(NamedTuple):
+    layout: Layout
+    mask: Mask
+    heads: tuple[int, int]
+    batch: int = 1
+    kernel: str = "auto"
+    dim: int = 8
+
+
+def masks_of(S: int) -> list[Mask]:
+    """A mask of each kind over `S` tokens, as far as they fit."""
+    third = S // 3
+    some = [
+        Mask.causal(S),
+        Mask.full(S),
+        Mask.causal(S, window=max(1, third)),
+        Mask.documents([0, third, 0, S - third, 0]),
+        Mask.prefix(S, third),
+        Mask.documents([S], causal=False, window=3),
+    ]
+    if S > 6:
+        half, quarter = S // 2, S // 4
+        some += [
+            Mask.shared_prefix(half, [quarter, 0, S - half - quarter]),
+            # Tokens 0 and 1 see nothing, keys 0 and 4 onwards are seen by some only.
+            Mask.bands(S, [(2, 5, 0, S, None, None), (5, S, 1, 4, 1, None), (5, S, 4, S, -2, 7)]),
+            Mask.concat([Mask.full(third), Mask.causal(S - third - 2, window=4), Mask.bands(2, [])]),
+        ]
+    return some
+
+
+def matrix(P: int, lengths) -> list[Case]:
+    """Layouts x masks x MHA, GQA, MQA x exact and fixed slots, kernels and batch sizes taking turns."""
+    cases = []
+    for S in lengths:
+        for mask in masks_of(S):
+            for name in ("contiguous", "zigzag", "striped"):
+                for slots in (None, -(-S // P) + 3):
+                    for heads in ((4, 4), (4, 2), (4, 1)):
+                        turn = len(cases)
+                        layout = Layout.named(name, S, P, slots)
+                        cases.append(Case(layout, mask, heads, 1 + turn % 5 % 2, ("sdpa", "reference")[turn % 2]))
+    return cases
+
+
+def check_cases(group, rank: int, cases: list[Case]) -> int:
+    """Run and check all cases on this rank; how many there were."""
+    for case in cases:
+        check_case(group, rank, case)
+    return len(cases)
+
+
+def check_case(group, rank: int, case: Case) -> None:
+    layout, mask, heads, batch, kernel, dim = case
+    inputs = make_inputs(mask.seq_len, heads, batch, dim)
+    want = dense_attention(inputs, mask)
+    plan = plan_attention(layout, mask, heads=heads)
+    q, k, v = (shard(x, layout, rank, 2, fill=NAN).requires_grad_() for x in inputs[:3])
+    with record() as calls:
+        out = attention(q, k, v, plan=plan, group=group, kernel=kernel)
+        out.backward(shard(inputs.dout, layout, rank, 2, fill=NAN))
+    place = f"rank {rank}: {layout.name} of {layout.ranks}, slots {layout.slots}, {mask.array.tolist()}, {case[2:]}"
+    live = int(layout.counts[rank])
+    for name, got, right in zip(("out", "dq", "dk", "dv"), (out.detach(), q.grad, k.grad, v.grad), want, strict=False):
+        local = shard(right, layout, rank, 2)
+        assert got.shape == local.shape, f"{place}: {name}"
+        assert got[:, :, live:].eq(0).all(), f"{place}: dead slots of {name}"
+        # A rank may hold little of a tensor, all of it small: errors are relative to the whole tensor.
+        error = relative_error(got, local, floor=max(1e-3, right.abs().max().item()))
+        assert error < 1e-10, f"{place}: {name} is off by {error}"
+    assert [call.phase for call in calls] == ["forward", "backward"], place
+    for call in calls:
+        assert call.bytes_sent == plan.bytes(rank, call.phase, dim, 8) * batch, f"{place}: {call}"
+        assert call.pairs == plan.area(rank), f"{place}: {call}"
+        assert call.rows_received == plan.rows_received(rank), f"{place}: {call}"
+        assert (call.rank, call.route, call.kernel) == (rank, "ring", kernel if kernel != "auto" else "sdpa")
+    assert calls[0].bytes_received == plan.rows_received(rank) * batch * 2 * heads[1] * dim * 8, place

@@ -1,0 +1,255 @@
+"""The flash kernels against plain math: CPU as it is, CUDA through a stand-in that has the real operators' rules."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from longspan.attention import sdpa
+from longspan.attention.sdpa import SdpaKernel
+from longspan.plan import Mask
+from longspan.plan import bands as algebra
+
+from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen
+
+KERNEL = SdpaKernel()
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", list(PRECISION), ids=str)
+@pytest.mark.parametrize(("kind", "heads"), EACH)
+def test_every_tile_on_cpu(kind, heads, dtype):
+    check_kernel(KERNEL, TILES[kind], heads, dtype, PRECISION[dtype])
+
+
+bounds = st.none() | st.integers(-320, 320)
+raw_tiles = st.tuples(st.integers(0, 3), st.integers(1, 300), st.integers(0, 3), st.integers(1, 300), bounds, bounds)
+
+
+@st.composite
+def some_tiles(draw):
+    q0, rows, k0, columns, lo, hi = draw(raw_tiles)
+    band = (q0, q0 + rows, k0, k0 + columns, lo, hi)
+    mask = Mask.bands(400, [band])
+    return make_tile(*band) if mask.area else TILES["full"]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(some_tiles())
+def test_split_covers_each_pair_once_with_shapes_that_the_cpu_kernel_has(tile):
+    times = torch.zeros(400, 400, dtype=torch.int64)
+    for part in KERNEL.split(tile, CPU):
+        pairs = seen(part)
+        assert pairs.any(0).all()
+        assert pairs.any(1).all()
+        assert algebra.tile_area(part) == pairs.sum()
+        times[part.q0 : part.q1, part.k0 : part.k1] += pairs
+        causal, mask = sdpa._cpu_mode(part.shape, torch.float32)
+        if mask is not None:
+            assert not causal
+            assert mask.shape[0] <= 128
+            assert torch.equal(mask == 0, pairs)
+            assert torch.equal(mask == float("-inf"), ~pairs)
+        else:
+            assert pairs.all() if not causal else torch.equal(pairs, torch.ones_like(pairs).tril())
+    right = torch.zeros_like(times)
+    right[tile.q0 : tile.q1, tile.k0 : tile.k1] += seen(tile)
+    assert torch.equal(times, right)
+
+
+@pytest.mark.parametrize(
+    ("kind", "calls"),
+    [
+        ("full", 1), ("causal", 1), ("causal, above a block", 1), ("lower trapezoid, wide", 2),
+        ("lower trapezoid, tall", 2), ("lower trapezoid, all but a corner", 3), ("band", 1), ("band, above a block", 3),
+    ],
+)  # fmt: skip
+def test_number_of_calls_on_cpu(kind, calls):
+    assert len(KERNEL.split(TILES[kind], CPU)) == calls
+
+
+class FlashOnCuda:
+    """`torch.ops.aten` with the CUDA flash operators' signatures, checks and window rules, computed by plain math.
+
+    The rules are those of mha_fwd and mha_bwd in PyTorch's flash_api.cpp: rows and columns are aligned at the bottom right;
+    a window not less than the number of keys is no window; beside one that is open, the open side reaches that many keys.
+    """
+
+    def __init__(self):
+        self.calls = []
+
+    def _flash_attention_forward(self, *positional, **named):
+        a = self._bind("_flash_attention_forward", positional, named)
+        assert a.return_debug_mask is False
+        self._check(a)
+        out, lse, _ = self._math(a)
+        unused = torch.empty(0, dtype=torch.int64)
+        return out.to(a.query.dtype).contiguous(), lse.float(), unused, unused, unused
+
+    def _flash_attention_backward(self, *positional, **named):
+        a = self._bind("_flash_attention_backward", positional, named)
+        self._check(a)
+        # The operator itself makes `grad_out` and `out` contiguous.
+        assert a.grad_out.shape == a.out.shape == a.query.shape
+        assert a.grad_out.dtype == a.out.dtype == a.query.dtype
+        batch, rows, heads, _ = a.query.shape
+        assert a.logsumexp.shape == (batch, heads, rows)
+        assert a.logsumexp.dtype == torch.float32
+        assert a.logsumexp.is_contiguous()
+        assert a.rng_state.dtype == a.unused.dtype == torch.int64
+        group = heads // a.key.shape[2]
+        q, k, v, out, dout = (x.transpose(1, 2).float() for x in (a.query, a.key, a.value, a.out, a.grad_out))
+        _, _, scores = self._math(a)
+        weights = torch.exp(scores - a.logsumexp.unsqueeze(-1))
+        delta = (out * dout).sum(-1, keepdim=True)
+        ds = weights * (dout @ v.repeat_interleave(group, 1).mT - delta) * a.scale
+        dq = ds @ k.repeat_interleave(group, 1)
+        dk, dv = ((x.mT @ y).unflatten(1, (-1, group)).sum(2) for x, y in ((ds, q), (weights, dout)))
+        return tuple(x.to(a.query.dtype).transpose(1, 2) for x in (dq, dk, dv))
+
+    def _bind(self, name, positional, named):
+        schema = getattr(torch.ops.aten, name).default._schema
+        known = [argument.name for argument in schema.arguments]
+        taken = [argument.name for argument in schema.arguments if not argument.kwarg_only]
+        assert len(positional) <= len(taken)
+        assert set(named) <= set(known) - set(taken[: len(positional)])
+        values = dict(zip(taken, positional, strict=False)) | named
+        for argument in schema.arguments:
+            if argument.name not in values:
+                assert argument.has_default_value(), argument.name
+                values[argument.name] = argument.default_value
+        bound = SimpleNamespace(**values)
+        self.calls.append((name, bound))
+        return bound
+
+    def _check(self, a):
+        # cum_seq_* of None are undefined tensors: dense, not varlen.
+        assert a.cum_seq_q is None
+        assert a.cum_seq_k is None
+        assert a.dropout_p == 0.0
+        assert a.is_causal is False
+        assert isinstance(a.scale, float)
+        batch, rows, heads, dim = a.query.shape
+        columns, kv_heads = a.key.shape[1:3]
+        assert a.key.shape == a.value.shape == (batch, columns, kv_heads, dim)
+        assert (a.max_q, a.max_k) == (rows, columns)
+        assert heads % kv_heads == 0
+        assert a.query.dtype == a.key.dtype == a.value.dtype
+        assert a.query.dtype in (torch.float16, torch.bfloat16)
+        for x in (a.query, a.key, a.value):
+            assert x.stride(-1) == 1, "Input tensor must have contiguous last dimension"
+        for window in (a.window_size_left, a.window_size_right):
+            assert window is None or (type(window) is int and window >= 0)
+
+    def _math(self, a):
+        rows, columns = a.query.shape[1], a.key.shape[1]
+        left, right = (-1 if w is None or w >= columns else w for w in (a.window_size_left, a.window_size_right))
+        if left < 0 <= right:
+            left = columns
+        if right < 0 <= left:
+            right = columns
+        j = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
+        hidden = torch.zeros_like(j, dtype=torch.bool) if left < 0 else (j < -left) | (j > right)
+        group = a.query.shape[2] // a.key.shape[2]
+        q, k, v = (x.transpose(1, 2).float() for x in (a.query, a.key, a.value))
+        scores = (q @ k.repeat_interleave(group, 1).mT * a.scale).masked_fill(hidden, float("-inf"))
+        lse = scores.logsumexp(-1)
+        weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
+        return (weights @ v.repeat_interleave(group, 1)).transpose(1, 2), lse, scores
+
+
+class OnCuda:
+    """The CUDA half of the kernel, called with tensors of this machine."""
+
+    name = "sdpa"
+
+    def split(self, tile, device):
+        return KERNEL.split(tile, CUDA)
+
+    def forward(self, *arguments):
+        return sdpa._cuda_forward(*arguments)
+
+    def backward(self, *arguments):
+        return sdpa._cuda_backward(*arguments)
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    stand_in = FlashOnCuda()
+    monkeypatch.setattr(sdpa, "aten", stand_in)
+    return stand_in
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", TILES)
+def test_every_tile_on_cuda(flash, kind, heads, dtype):
+    check_kernel(OnCuda(), TILES[kind], heads, dtype, PRECISION[dtype])
+    assert {name for name, _ in flash.calls} == {"_flash_attention_forward", "_flash_attention_backward"}
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(some_tiles())
+def test_the_window_on_cuda_shows_exactly_the_tiles_pairs(tile):
+    stand_in, times = FlashOnCuda(), torch.zeros(400, 400, dtype=torch.int64)
+    for part in KERNEL.split(tile, CUDA):
+        rows, columns = part.q1 - part.q0, part.k1 - part.k0
+        left, right = sdpa._window(part.shape)
+        q, k = torch.zeros(1, rows, 1, 8), torch.zeros(1, columns, 1, 8)
+        call = SimpleNamespace(query=q, key=k, value=k, scale=1.0, window_size_left=left, window_size_right=right)
+        times[part.q0 : part.q1, part.k0 : part.k1] += stand_in._math(call)[2][0, 0] == 0
+    right = torch.zeros_like(times)
+    right[tile.q0 : tile.q1, tile.k0 : tile.k1] += seen(tile)
+    assert torch.equal(times, right)
+
+
+@pytest.mark.parametrize("kind", ["full", "causal", "band"])
+def test_views_whose_last_dim_is_not_contiguous_on_cuda(flash, kind):
+    shape = TILES[kind].shape
+    q, k = torch.randn(1, 2, 8, shape.num_q).bfloat16().mT, torch.randn(1, 2, 8, shape.num_k).bfloat16().mT
+    assert q.stride(-1) != 1
+    out, lse = sdpa._cuda_forward(q, k, k, shape, 0.3)
+    same, same_lse = sdpa._cuda_forward(q.contiguous(), k.contiguous(), k.contiguous(), shape, 0.3)
+    assert torch.equal(out, same)
+    assert torch.equal(lse, same_lse)
+    grads = sdpa._cuda_backward(out, q, k, k, out, lse, shape, 0.3)
+    same_grads = sdpa._cuda_backward(out, q.contiguous(), k.contiguous(), k.contiguous(), out, lse, shape, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(grads, same_grads, strict=True))
+
+
+def tensors(dtype=torch.bfloat16, dim=64, dim_v=None, device="cpu"):
+    """Stand-ins of one shape, type and device, as far as `refusal` looks."""
+    device = torch.device(device)
+    q = SimpleNamespace(dtype=dtype, shape=(1, 2, 4, dim), device=device)
+    return q, q, SimpleNamespace(dtype=dtype, shape=(1, 2, 4, dim if dim_v is None else dim_v), device=device)
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        (tensors(dim=6, dim_v=4), "keys have dim 6 and values 4; flash attention takes equal ones"),
+        (tensors(device="mps"), "there is no flash attention on device 'mps'"),
+        (
+            tensors(dtype=torch.int64),
+            "flash attention on cpu takes torch.float64, torch.float32, torch.bfloat16, torch.float16, not torch.int64",
+        ),
+        (
+            tensors(dtype=torch.float32, device="cuda"),
+            "flash attention on cuda takes torch.bfloat16, torch.float16, not torch.float32",
+        ),
+        (
+            tensors(dim=60, device="cuda"),
+            "flash attention on cuda takes head dims that 8 divides up to 256, not 60",
+        ),
+        (
+            tensors(dim=264, device="cuda"),
+            "flash attention on cuda takes head dims that 8 divides up to 256, not 264",
+        ),
+        (tensors(dtype=torch.float64, dim=7), None),
+        (tensors(dim=256, device="cuda"), None),
+    ],
+)
+def test_refusal(given, reason):
+    assert KERNEL.refusal(*given) == reason

@@ -1,0 +1,89 @@
+"""`longspan show`: the drawing on stdout or in a file; and `friendly`, which words every command's errors."""
+
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from pydantic import BaseModel, Field
+
+from longspan.cli.errors import friendly
+from longspan.cli.show import show
+from longspan.spec import CommError
+
+
+def test_draws_on_stdout() -> None:
+    result = CliRunner().invoke(show, ["--seq-len", "8k", "--cp", "4"])
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "zigzag layout, causal mask, ring route"
+    assert lines[3] == "   keys   " + "".join(rank * 8 for rank in "01233210")
+    assert lines[36] == "        0 " + "0" * 64
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
+def test_writes_a_figure(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    result = CliRunner().invoke(show, ["--documents", "500,300,224", "--cp", "2", "--output", str(path)])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {path}\n")
+    if name.endswith(".svg"):
+        assert "zigzag layout, 3 causal documents, ring route" in "".join(ElementTree.parse(path).getroot().itertext())
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_suffix_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(show, ["--seq-len", "8k", "--cp", "2", "--output", str(tmp_path / "plan.pdf")])
+    assert result.exit_code == 2
+    assert result.stderr == "error: a figure cannot be written as 'plan.pdf'\n\nhint: end the name with .svg or .png\n"
+
+
+def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = CliRunner().invoke(show, ["--seq-len", "8k", "--cp", "2", "--output", str(tmp_path / "plan.svg")])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: drawing a figure needs matplotlib, which is not installed\n\nhint: pip install 'longspan[plot]'\n"
+    )
+
+
+class Settings(BaseModel):
+    steps: int = Field(gt=0)
+    name: str
+
+
+@click.command()
+@click.argument("what")
+@friendly
+def failing(what: str) -> None:
+    match what:
+        case "comm":
+            raise CommError("rank 3 is gone")
+        case "settings":
+            Settings(steps=-1, name=5)  # type: ignore[arg-type]
+        case "bug":
+            raise KeyError("ours")
+
+
+def test_friendly_words_our_errors() -> None:
+    result = CliRunner().invoke(failing, ["comm"])
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", "error: rank 3 is gone\n")
+
+
+def test_friendly_lists_each_value_that_is_not_valid() -> None:
+    result = CliRunner().invoke(failing, ["settings"])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: Settings: 2 values not valid\n"
+        "  steps: Input should be greater than 0 (got -1)\n"
+        "  name: Input should be a valid string (got 5)\n"
+        "\n"
+        "hint: correct them in the configuration file or with --set name=value\n"
+    )
+
+
+def test_friendly_lets_bugs_through() -> None:
+    assert isinstance(CliRunner().invoke(failing, ["bug"]).exception, KeyError)

@@ -1,0 +1,49 @@
+"""Groups from a process group, a mesh axis, or nothing."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from longspan.comm.groups import as_group, rank_and_size, wire_device
+from tests.oracle import raised
+from tests.ranks import run_ranks
+
+
+def test_nothing_is_a_group_of_one():
+    assert as_group(None) is None
+    assert rank_and_size(None) == (0, 1)
+
+
+def test_other_things_are_refused():
+    assert raised(as_group, "cp") == ("SpecError", "str is neither a process group nor a DeviceMesh")
+
+
+def _places(group, rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "cp"))
+    nameless = init_device_mesh("cpu", (2, 2))
+    odd = dist.new_group([1, 3])
+    return (
+        rank_and_size(as_group(group)),
+        rank_and_size(as_group(mesh["cp"])),
+        rank_and_size(as_group(mesh["tp"])),
+        raised(as_group, mesh),
+        raised(as_group, nameless),
+        raised(rank_and_size, odd) if rank % 2 == 0 else rank_and_size(odd),
+        wire_device(group) == torch.device("cpu"),
+    )
+
+
+def test_rank_and_size_in_the_given_axis():
+    refusal = (
+        "SpecError",
+        "a mesh of 2 axes {} was given where one axis is needed\n\n"
+        'hint: give the context-parallel axis alone, such as mesh["cp"]',
+    )
+    for rank, places in enumerate(run_ranks(4, _places)):
+        world, cp, tp, named, nameless, odd, on_cpu = places
+        assert (world, cp, tp) == ((rank, 4), (rank % 2, 2), (rank // 2, 2))
+        assert named == (refusal[0], refusal[1].format("('tp', 'cp')"))
+        assert nameless == (refusal[0], refusal[1].format("without names"))
+        outside = ("SpecError", f"this process (global rank {rank}) is not part of the given group")
+        assert odd == (outside if rank % 2 == 0 else (rank // 2, 2))
+        assert on_cpu

@@ -1,0 +1,79 @@
+"""Random layouts and masks for property tests, each mask beside its definition pair by pair."""
+
+from collections.abc import Callable
+
+import numpy as np
+from hypothesis import strategies as st
+
+from longspan.plan import Layout, Mask
+
+DEGREES = (1, 2, 3, 4, 5, 8)
+NAMES = ("contiguous", "zigzag", "striped")
+
+Defined = tuple[Mask, Callable[[int, int], bool]]
+
+
+def layouts(seq_len: int, degrees=DEGREES, with_slots: bool = False):
+    """Any layout of that length; `with_slots` adds 0 to 3 dead slots to the longest rank."""
+
+    def build(name, ranks, extra):
+        layout = Layout.named(name, seq_len, ranks)
+        return layout if extra is None else Layout.named(name, seq_len, ranks, int(layout.counts.max()) + extra)
+
+    extra = st.none() | st.integers(0, 3) if with_slots else st.none()
+    return st.builds(build, st.sampled_from(NAMES), st.sampled_from(degrees), extra)
+
+
+@st.composite
+def lengths_of(draw, total: int, most: int = 6):
+    """Document lengths that sum to `total`, zeros included."""
+    cuts = sorted(draw(st.lists(st.integers(0, total), max_size=most)))
+    return np.diff([0, *cuts, total]).tolist()
+
+
+@st.composite
+def defined_masks(draw, low: int = 1, high: int = 40) -> Defined:
+    """A mask of `low..high` tokens and its definition: does query i see key j?"""
+    S = draw(st.integers(low, high))
+    kind = draw(st.sampled_from(("full", "causal", "documents", "prefix", "shared_prefix", "bands")))
+    return draw(_kind(kind, S))
+
+
+@st.composite
+def _kind(draw, kind: str, S: int) -> Defined:
+    window = draw(st.none() | st.integers(1, S + 2))
+    reach = S + 1 if window is None else window
+    if kind == "full":
+        return Mask.full(S), lambda i, j: True
+    if kind == "causal":
+        return Mask.causal(S, window), lambda i, j: 0 <= i - j < reach
+    if kind == "prefix":
+        n = draw(st.integers(0, S))
+        return Mask.prefix(S, n), lambda i, j: j <= i or (i < n and j < n)
+    if kind == "bands":
+        edges = st.lists(st.integers(0, S), min_size=2, max_size=2).map(sorted)
+        (q0, q1), (k0, k1) = draw(edges), draw(edges)
+        lo, hi = draw(st.none() | st.integers(-S, S)), draw(st.none() | st.integers(-S, S))
+        low, high = -S if lo is None else lo, S if hi is None else hi
+        mask = Mask.bands(S, [(q0, q1, k0, k1, lo, hi)])
+        return mask, lambda i, j: q0 <= i < q1 and k0 <= j < k1 and low <= i - j <= high
+    lengths = draw(lengths_of(S))
+    owner = np.repeat(np.arange(len(lengths)), lengths)
+    if kind == "documents":
+        causal = draw(st.booleans())
+        mask = Mask.documents(lengths, causal=causal, window=window)
+        return mask, lambda i, j: owner[i] == owner[j] and (j <= i or not causal) and abs(i - j) < reach
+    prompt, *responses = lengths
+    return Mask.shared_prefix(prompt, responses), lambda i, j: j <= i and (j < prompt or owner[i] == owner[j])
+
+
+masks = defined_masks().map(lambda pair: pair[0])
+
+
+@st.composite
+def layout_and_mask(draw, low: int = 1, high: int = 40, degrees=DEGREES, with_slots: bool = False):
+    """A layout and a mask over the same tokens; the mask may be the concatenation of two."""
+    mask = draw(defined_masks(low, high))[0]
+    if draw(st.integers(0, 4)) == 0:
+        mask = Mask.concat([mask, draw(defined_masks(1, 8))[0]])
+    return draw(layouts(mask.seq_len, degrees, with_slots)), mask

@@ -1,0 +1,151 @@
+"""A plan as a value: counts, digest, copies, refusals."""
+
+import copy
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from longspan.plan import Layout, Mask, check_heads, plan_attention
+from longspan.spec import SpecError
+
+from .strategies import layout_and_mask
+
+
+@pytest.mark.parametrize(("P", "K", "D", "itemsize"), [(2, 1, 64, 2), (4, 2, 64, 2), (8, 8, 16, 4), (5, 3, 8, 8)])
+def test_a_plain_ring_sends_each_shard_to_all_others(P, K, D, itemsize):
+    S = 40 * P
+    plan = plan_attention(Layout.zigzag(S, P), Mask.full(S), heads=(K * 4, K))
+    elements = 2 * S * (K * D) * (P - 1) // P
+    assert [plan.bytes(rank, "forward", D, itemsize) for rank in range(P)] == [elements * itemsize] * P
+    # Backward: keys and values again, and dK, dV (at least 4 bytes an element) as far, the last hop home.
+    gradients = elements * max(itemsize, 4)
+    assert [plan.bytes(rank, "backward", D, itemsize) for rank in range(P)] == [elements * itemsize + gradients] * P
+
+
+def test_bytes_follow_the_kv_heads():
+    layout, mask = Layout.zigzag(64, 4), Mask.causal(64)
+    grouped, alone, unknown = (plan_attention(layout, mask, heads=heads) for heads in ((8, 2), (8, 8), None))
+    for phase in ("forward", "backward"):
+        sent = [grouped.bytes(rank, phase, 16, 2) for rank in range(4)]
+        assert [alone.bytes(rank, phase, 16, 2) for rank in range(4)] == [4 * n for n in sent]
+        assert [2 * unknown.bytes(rank, phase, 16, 2) for rank in range(4)] == sent
+    assert grouped.bytes(1, "forward", (6, 4), 2) * 32 == grouped.bytes(1, "forward", 16, 2) * 10
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(layout_and_mask(with_slots=True))
+def test_areas_and_imbalance(case):
+    layout, mask = case
+    plan = plan_attention(layout, mask)
+    dense = mask.dense()
+    right = []
+    for rank in range(layout.ranks):
+        positions = layout.positions(rank)
+        right.append(int(dense[positions[positions >= 0]].sum()))
+    assert [plan.area(rank) for rank in range(layout.ranks)] == right
+    assert sum(right) == mask.area
+    assert plan.imbalance == (max(right) / np.mean(right) if mask.area else 1.0)
+    assert (plan.ranks, plan.seq_len) == (layout.ranks, mask.seq_len)
+
+
+@pytest.mark.parametrize("P", range(1, 65))
+def test_causal_zigzag_is_even(P):
+    plan = plan_attention(Layout.zigzag(65536, P), Mask.causal(65536))
+    assert 1.0 <= plan.imbalance <= 1.002
+
+
+def test_planning_one_rank_does_not_plan_the_others():
+    plan = plan_attention(Layout.zigzag(4096, 1024), Mask.causal(4096))
+    share = plan.rank_plan(7)
+    assert plan.rank_plan(7) is share
+    assert list(plan._shares) == [7]
+
+
+def test_digest_tells_every_part_apart():
+    S = 32
+    layout, mask = Layout.zigzag(S, 4), Mask.causal(S)
+    plans = [
+        plan_attention(layout, mask),
+        plan_attention(layout, mask, heads=(4, 2)),
+        plan_attention(layout, mask, heads=(4, 4)),
+        plan_attention(Layout.contiguous(S, 4), mask),
+        plan_attention(Layout.striped(S, 4), mask),
+        plan_attention(Layout.zigzag(S, 2), mask),
+        plan_attention(Layout.zigzag(S, 4, slots=8), mask),
+        plan_attention(Layout.zigzag(S, 4, slots=9), mask),
+        plan_attention(layout, Mask.full(S)),
+        plan_attention(layout, Mask.causal(S, window=8)),
+        plan_attention(layout, Mask.documents([16, 16])),
+        plan_attention(layout, Mask.documents([15, 17])),
+        plan_attention(Layout.zigzag(S + 1, 4), Mask.causal(S + 1)),
+    ]
+    assert len({plan.digest for plan in plans}) == len(plans)
+    assert len(set(plans)) == len(plans)
+
+
+def test_digest_is_equal_for_equal_parts_however_they_were_made():
+    S = 32
+    one = plan_attention(Layout.zigzag(S, 4), Mask.causal(S), heads=(4, 2))
+    other = plan_attention(Layout.named("zigzag", S, 4), Mask.documents([0, S]), "ring", (4, 2))
+    other.rank_plan(2)
+    assert one.digest == other.digest
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != "plan"
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda plan: pickle.loads(pickle.dumps(plan)), copy.copy])
+@pytest.mark.parametrize("used", [False, True])
+def test_plans_are_copied_and_pickled(duplicate, used):
+    plan = plan_attention(Layout.striped(33, 4, slots=12), Mask.documents([20, 13], window=7), heads=(4, 2))
+    if used:
+        assert [plan.rank_plan(rank).rank for rank in range(4)] == [0, 1, 2, 3]
+        assert plan.area(0) > 0
+    twin = duplicate(plan)
+    assert twin == plan
+    assert twin.digest == plan.digest
+    assert [twin.rank_plan(rank) for rank in range(4)] == [plan.rank_plan(rank) for rank in range(4)]
+    assert twin.bytes(1, "backward", 8, 4) == plan.bytes(1, "backward", 8, 4)
+
+
+PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            lambda: plan_attention(Layout.zigzag(8, 2), Mask.documents([4, 5])),
+            "the layout covers 8 tokens and the mask 9\n\n"
+            "hint: both count the tokens of the global row; document lengths must sum to seq_len",
+        ),
+        (
+            lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), route="tube"),
+            "route 'tube' is not available\n\nhint: choose one of ring",
+        ),
+        (
+            lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), inner=2),
+            "inner=2 means nothing to route 'ring', which has one level\n\nhint: leave inner out",
+        ),
+        (
+            lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), heads=(9, 2)),
+            "9 query heads are not divisible by 2 KV heads\n\nhint: KV heads may be one of 1, 3, 9",
+        ),
+        (
+            lambda: check_heads(0, 0),
+            "0 query heads are not divisible by 0 KV heads\n\nhint: give at least one head",
+        ),
+        (lambda: PLAN.area(2), "rank 2 is not one of the 2 ranks 0..1"),
+        (lambda: PLAN.rank_plan(-1), "rank -1 is not one of the 2 ranks 0..1"),
+        (
+            lambda: PLAN.bytes(0, "sideways", 8, 2),
+            'phase \'sideways\' is not known\n\nhint: choose "forward" or "backward"',
+        ),
+    ],
+)
+def test_refusals(make, text):
+    with pytest.raises(SpecError) as error:
+        make()
+    assert str(error.value) == text
