@@ -1,0 +1,67 @@
+"""Peak activations of a training step by profiler memory events, parameters and optimizer apart: cp=4 beside cp=1.
+
+    python -m benchmarks.memory [--seq-len 16384]
+
+The events count every allocation of the step, inside operators too. Peak is above what was held when the step began, with
+gradients allocated already; logits are included.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks.harness import save
+from longspan.comm.launch import join_world, launch, leave_world
+from longspan.data import Batch
+from longspan.train.config import TrainConfig, load_config
+from longspan.train.model import make_model
+from longspan.train.step import TrainStep
+
+DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"
+
+
+@click.command(help=__doc__)
+@click.option("--seq-len", default=16384, show_default=True)
+@click.option("--cp", default=4, show_default=True)
+@click.option("--config", default=DEMO, type=click.Path(path_type=Path))
+@click.option("--json", "output", type=click.Path(path_type=Path))
+def main(seq_len: int, cp: int, config: Path, output: Path | None) -> None:
+    loaded = load_config(config, ["parallel.cp=1"])
+    one = launch(peak_of_step, (loaded, 1, seq_len), 1)
+    many = launch(peak_of_step, (loaded, cp, seq_len), cp)
+    worst = max(many)
+    click.echo(f"S={seq_len:,}: cp=1 {one[0] / 2**20:.1f} MiB, cp={cp} at most {worst / 2**20:.1f} MiB: {worst / one[0]:.3f}")
+    save(output, {"seq_len": seq_len, "cp": cp, "one": one, "many": many, "ratio": worst / one[0]})
+
+
+def peak_of_step(config: TrainConfig, cp: int, seq_len: int) -> list[int]:
+    """Peak bytes of one step above its start, on every rank."""
+    mesh = join_world(cp, 1, timedelta(minutes=5))
+    try:
+        step = TrainStep(make_model(config), mesh, config.model_copy(update={"steps": 10}))
+        generator = torch.Generator().manual_seed(0)
+        batch = Batch.from_documents([torch.randint(1, 256, (seq_len,), generator=generator).numpy()])
+        step([batch], 0)  # optimizer state and the parameters' buffers exist from here on
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+            step([batch], 1)
+        peaks = [0] * cp
+        torch.distributed.all_gather_object(peaks, peak_bytes(profiler), group=mesh["cp"].get_group())
+        return peaks
+    finally:
+        leave_world()
+
+
+def peak_bytes(profiler: torch.profiler.profile) -> int:
+    """The highest running sum of allocations and frees, in the order they happened."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+if __name__ == "__main__":
+    main()

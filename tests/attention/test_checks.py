@@ -1,0 +1,173 @@
+"""What an attention call refuses, on every rank, before anything moves."""
+
+import pytest
+import torch
+
+from longspan.attention.attention import attention
+from longspan.comm.traffic import record
+from longspan.plan import Layout, Mask, plan_attention
+from longspan.spec import SpecError
+from tests.oracle import raised
+from tests.ranks import run_ranks
+
+S = 12
+
+
+def zeros(*shape, dtype=torch.float32):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+Q, K = zeros(1, 4, S, 8), zeros(1, 2, S, 8)
+REFUSED = {
+    "three dims": (
+        (Q[0], K[0], K[0], {}),
+        "q (4, 12, 8), k (2, 12, 8), v (2, 12, 8): attention takes (batch, heads, slots, head_dim) tensors",
+    ),
+    "slots": (
+        (Q[:, :, :6], K[:, :, :6], K[:, :, :6], {}),
+        "q (1, 4, 6, 8), k (1, 2, 6, 8), v (1, 2, 6, 8): rank 0 of the plan holds 12 of 12 tokens\n\n"
+        "hint: shard q, k, v by the plan's layout; dim 2 is the sequence",
+    ),
+    "slots of keys alone": (
+        (Q, K[:, :, :6], K, {}),
+        "q (1, 4, 12, 8), k (1, 2, 6, 8), v (1, 2, 12, 8): rank 0 of the plan holds 12 of 12 tokens\n\n"
+        "hint: shard q, k, v by the plan's layout; dim 2 is the sequence",
+    ),
+    "heads and slots exchanged": (
+        (Q.transpose(1, 2), K.transpose(1, 2), K.transpose(1, 2), {}),
+        "q (1, 12, 4, 8), k (1, 12, 2, 8), v (1, 12, 2, 8): rank 0 of the plan holds 12 of 12 tokens\n\n"
+        "hint: shard q, k, v by the plan's layout; dim 2 is the sequence",
+    ),
+    "batch": (
+        (Q.expand(2, -1, -1, -1), K, K, {}),
+        "q (2, 4, 12, 8), k (1, 2, 12, 8), v (1, 2, 12, 8): batch sizes, KV heads of k and v, and head dims of q and "
+        "k must agree",
+    ),
+    "KV heads": (
+        (Q, K, zeros(1, 1, S, 8), {}),
+        "q (1, 4, 12, 8), k (1, 2, 12, 8), v (1, 1, 12, 8): batch sizes, KV heads of k and v, and head dims of q and "
+        "k must agree",
+    ),
+    "head dim": (
+        (Q, K[..., :4], K, {}),
+        "q (1, 4, 12, 8), k (1, 2, 12, 4), v (1, 2, 12, 8): batch sizes, KV heads of k and v, and head dims of q and "
+        "k must agree",
+    ),
+    "heads not divisible": (
+        (zeros(1, 9, S, 8), K, K, {}),
+        "9 query heads are not divisible by 2 KV heads\n\nhint: KV heads may be one of 1, 3, 9",
+    ),
+    "types": (
+        (Q, K.double(), K, {}),
+        "q is torch.float32 on cpu, k torch.float64 on cpu, v torch.float32 on cpu: they must be alike",
+    ),
+    "devices": (
+        (Q, K.to("meta"), K, {}),
+        "q is torch.float32 on cpu, k torch.float32 on meta, v torch.float32 on cpu: they must be alike",
+    ),
+    "sink": (
+        (Q, K, K, {"sink": zeros(2)}),
+        "sink has shape (2,); one logit for each of 4 query heads is needed",
+    ),
+    "sink of another rank": (
+        (Q, K, K, {"sink": zeros(1, 4)}),
+        "sink has shape (1, 4); one logit for each of 4 query heads is needed",
+    ),
+    "unknown kernel": (
+        (Q, K, K, {"kernel": "flash9"}),
+        "kernel 'flash9' is not known\n\nhint: choose one of auto, sdpa, reference",
+    ),
+    "kernel that cannot": (
+        (Q, K, K[..., :4], {"kernel": "sdpa"}),
+        "kernel 'sdpa' cannot compute this: keys have dim 8 and values 4; flash attention takes equal ones\n\n"
+        'hint: use kernel="auto"',
+    ),
+    "not floating": (
+        (Q.long(), K.long(), K.long(), {}),
+        "kernel 'reference' cannot compute this: torch.int64 is not a floating type\n\nhint: use kernel=\"auto\"",
+    ),
+}
+
+
+@pytest.mark.parametrize("agreed", [False, True])
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, agreed):
+    (q, k, v, how), text = REFUSED[name]
+    plan = plan_attention(Layout.contiguous(S, 1), Mask.causal(S))
+    if agreed:
+        attention(Q, K, K, plan=plan)
+    with record() as calls, pytest.raises(SpecError) as error:
+        attention(q, k, v, plan=plan, **how)
+    assert str(error.value) == text
+    assert calls == []
+
+
+def test_heads_that_the_plan_was_not_made_for():
+    plan = plan_attention(Layout.contiguous(S, 1), Mask.causal(S), heads=(8, 2))
+    with pytest.raises(SpecError) as error:
+        attention(Q, K, K, plan=plan)
+    assert str(error.value) == "(4, 2) query and KV heads were given; the plan was made for (8, 2)"
+
+
+def _one_is_wrong(group, rank):
+    plan = plan_attention(Layout.contiguous(S, 3), Mask.causal(S))
+    q, k = zeros(1, 4, 4, 8), zeros(1, 2, 4, 8)
+    if rank == 1:
+        k = zeros(1, 3, 4, 8)
+    with record() as calls:
+        return raised(attention, q, k, k, plan=plan, group=group), calls
+
+
+def test_a_wrong_tensor_of_one_rank_is_an_error_on_all():
+    text = "4 query heads are not divisible by 3 KV heads\n\nhint: KV heads may be one of 1, 2, 4"
+    right = [("DisagreementError", f"rank 1 cannot go on: {text}") for _ in range(3)]
+    right[1] = ("SpecError", text)
+    assert run_ranks(3, _one_is_wrong) == [(error, []) for error in right]
+
+
+def _differ(group, rank, plans, shapes, scales):
+    q, k, dtype = shapes[rank]
+    tensors = (zeros(*q, dtype=dtype), zeros(*k, dtype=dtype), zeros(*k, dtype=dtype))
+    with record() as calls:
+        return raised(attention, *tensors, plan=plans[rank], group=group, scale=scales[rank]), calls
+
+
+SHAPES = ((1, 4, 4, 8), (1, 2, 4, 8), torch.float32)
+LAYOUT = Layout.contiguous(S, 3)
+CAUSAL = plan_attention(LAYOUT, Mask.causal(S))
+
+
+@pytest.mark.parametrize(
+    ("plans", "shapes", "scales", "named"),
+    [
+        (
+            [CAUSAL, CAUSAL, plan_attention(LAYOUT, Mask.full(S))],
+            [SHAPES] * 3, [None] * 3, "plans: rank 2 differ from rank 0",
+        ),
+        (
+            [plan_attention(Layout.zigzag(S, 3), Mask.causal(S)), CAUSAL, CAUSAL],
+            [SHAPES] * 3, [None] * 3, "plans: rank 0 differ from rank 1",
+        ),
+        (
+            [plan_attention(LAYOUT, Mask.documents(lengths)) for lengths in ([5, 7], [6, 6], [5, 7])],
+            [SHAPES] * 3, [None] * 3, "plans: rank 1 differ from rank 0",
+        ),
+        (
+            [CAUSAL] * 3, [SHAPES, SHAPES, ((1, 4, 4, 8), (1, 2, 4, 8), torch.float64)], [None] * 3,
+            "shapes, types or scales: rank 2 differ from rank 0",
+        ),
+        (
+            [CAUSAL] * 3, [SHAPES, ((1, 4, 4, 8), (1, 4, 4, 8), torch.float32), SHAPES], [None] * 3,
+            "shapes, types or scales: rank 1 differ from rank 0",
+        ),
+        ([CAUSAL] * 3, [SHAPES] * 3, [None, None, 0.5], "shapes, types or scales: rank 2 differ from rank 0"),
+    ],
+)  # fmt: skip
+def test_ranks_that_differ_are_named_on_all_before_any_exchange(plans, shapes, scales, named):
+    for error, calls in run_ranks(3, _differ, plans, shapes, scales):
+        assert error == (
+            "DisagreementError",
+            f"the ranks of one context-parallel group were given different {named}\n\n"
+            "hint: every rank of a CP group reads the same samples: key the loader by the data-parallel rank alone",
+        )
+        assert calls == []
