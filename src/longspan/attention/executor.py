@@ -6,8 +6,9 @@ Buffers that travel are "rows first", `(R, B, K, D)`: any run of rows is contigu
 `(B, K, R, D)`. Partial results are merged in the plan's order, in at least fp32.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -21,6 +22,7 @@ from longspan.plan import bands as algebra
 Tensor = torch.Tensor
 Rows = tuple[Tensor, Tensor]
 """Keys and values of a buffer, rows first: `(R, B, K, D)` and `(R, B, K, Dv)`."""
+_KVGradient: TypeAlias = "tuple[_Gradient, _Gradient]"
 
 
 @dataclass(frozen=True)
@@ -74,14 +76,14 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, shaped and typed like them, and of the sink `(H,)` from this rank's rows (`(0,)` without one).
 
-    The own shard comes last: its gradients meet what came home, and no buffer but the travelling ones waits for it.
+    The own shard comes last: what comes home arrives meanwhile, into the place where its gradients are added up.
     """
     kernel = choose_kernel(share.kernel, q, k, v)
     with call("backward", share.plan.route, kernel.name, share.rank, timed=q.device.type == "cpu") as meter:
         dq = _Gradient(q)
         home = (_Gradient(k), _Gradient(v))
 
-        def compute(step: Step, rows: Rows, gradients: tuple["_Gradient", "_Gradient"]) -> None:
+        def compute(step: Step, rows: Rows, gradients: _KVGradient, arrived: Callable[[], None]) -> None:
             for tile in _pieces(kernel, step.tiles, q.device):
                 with meter.spend("kernels"):
                     dq_tile, dk_tile, dv_tile = kernel.backward(
@@ -89,12 +91,13 @@ def run_backward(
                         _queries(out, tile), _queries(lse, tile), tile.shape, scale,
                     )  # fmt: skip
                 _count(meter, tile)
-                travelling.arrive()
+                arrived()  # what is added to came over the wire while the tile was computed
                 with meter.spend("merging"):
                     dq.add(tile.q0, tile.q1, dq_tile)
                     gradients[0].add(tile.k0, tile.k1, dk_tile)
                     gradients[1].add(tile.k0, tile.k1, dv_tile)
                 del dq_tile, dk_tile, dv_tile
+            arrived()
 
         own = (_rows_first(k), _rows_first(v))
         travelling = _Travelling(share, home, meter)
@@ -102,10 +105,9 @@ def run_backward(
             if step.source == share.rank:
                 travelling.expect(following, rows)
             else:
-                compute(step, rows, travelling.here)
+                compute(step, rows, travelling.here, travelling.arrive)
                 travelling.hand_over(step, following, rows)
-        travelling.finish()
-        compute(share.steps[0], own, home)
+        compute(share.steps[0], own, home, travelling.finish)
         if sink is None:
             dsink = q.new_empty(0)
         else:
@@ -154,10 +156,10 @@ class _Incoming:
 class _Travelling:
     """Partial dK, dV on their way: from the rank before, onwards to the next, and home from the farthest rank."""
 
-    def __init__(self, share: Share, home: tuple["_Gradient", "_Gradient"], meter: Call) -> None:
+    def __init__(self, share: Share, home: _KVGradient, meter: Call) -> None:
         self._share, self._home, self._meter = share, home, meter
         self._arriving = self._homing = _Incoming(Flight([], Hop()))
-        self.here: tuple[_Gradient, _Gradient] = home
+        self.here: _KVGradient = home
 
     def expect(self, step: Step | None, like: Rows) -> None:
         """Before any gradient has been computed: make room for those of the first step that is not our own."""
@@ -169,7 +171,6 @@ class _Travelling:
 
     def hand_over(self, step: Step, following: Step | None, like: Rows) -> None:
         """Send the finished gradients of `step` on and home, and make room for those of the `following` step."""
-        self.arrive()
         self._homing.wait(self._meter)
         done = [gradient.rows() for gradient in self.here]
         onwards, homewards = Hop(), Hop()
@@ -191,7 +192,7 @@ class _Travelling:
         self.here = (_Gradient(like[0], following.rows), _Gradient(like[1], following.rows))
         return self._receive(onwards, following.grad_recv, self.here)
 
-    def _receive(self, hop: Hop, transfer: Transfer | None, gradients: tuple["_Gradient", "_Gradient"]) -> _Incoming:
+    def _receive(self, hop: Hop, transfer: Transfer | None, gradients: _KVGradient) -> _Incoming:
         """Post `hop`, with rows that arrive for `gradients`: straight into place if they are one run, else packed."""
         packed = []
         if transfer is not None:
