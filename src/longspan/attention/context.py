@@ -31,7 +31,7 @@ class ContextParallel:
 
     def __init__(
         self,
-        group: Group,
+        mesh_or_group: Group,
         layout: str = "zigzag",
         route: str = "ring",
         heads: tuple[int, int] | None = None,
@@ -46,7 +46,7 @@ class ContextParallel:
             )
         if slots_multiple_of is not None and slots_multiple_of < 1:
             raise SpecError(f"slots_multiple_of={slots_multiple_of} must be at least 1")
-        self.group = as_group(group)
+        self.group = as_group(mesh_or_group)
         self.rank, self.size = rank_and_size(self.group)
         self.layout, self.route, self.heads, self.inner = layout, route, heads, inner
         self.kernel, self.slots_multiple_of = kernel, slots_multiple_of

@@ -43,17 +43,26 @@ def friendly(function: Callable[P, R]) -> Callable[P, R]:
         except LongspanError as error:
             raise Failure(error.message, error.hint) from error
         except ValidationError as error:
-            raise Failure(
-                _describe(error), "correct them in the configuration file or with --set name=value"
-            ) from error
+            raise Failure(*_describe(error)) from error
 
     return wrapped
 
 
-def _describe(error: ValidationError) -> str:
-    """Each value that is not valid, where it stands and why."""
+def _describe(error: ValidationError) -> tuple[str, str]:
+    """Each value that is not valid, where it stands and why; and what to do: what our own checks say, if they were asked."""
     lines = [f"{error.title}: {error.error_count()} value{'s' * (error.error_count() != 1)} not valid"]
+    hints = []
     for problem in error.errors(include_url=False):
-        place = ".".join(map(str, problem["loc"])) or "the whole"
-        lines.append(f"  {place}: {problem['msg']} (got {problem['input']!r})")
-    return "\n".join(lines)
+        place = ".".join(map(str, problem["loc"]))
+        cause = problem.get("ctx", {}).get("error")
+        if isinstance(cause, LongspanError):
+            reason = cause.message
+            hints += [cause.hint] if cause.hint else []
+        elif problem["type"] == "missing":
+            reason = "is missing"
+        elif problem["type"] == "extra_forbidden":
+            reason = "is not a key that is known"
+        else:
+            reason = f"{problem['msg']} (got {problem['input']!r})"
+        lines.append(f"  {place}: {reason}" if place else f"  {reason}")
+    return "\n".join(lines), "; ".join(hints) or "correct them in the configuration file or with --set name=value"

@@ -17,28 +17,36 @@ def config_options(function: F) -> F:
     function = click.option(
         "--set", "overrides", multiple=True, metavar="a.b=value", help="Override a value of the file; repeatable."
     )(function)
-    return click.argument("config", type=click.Path(exists=True, dir_okay=False, path_type=Path))(function)
+    return click.argument("config", type=click.Path(path_type=Path))(function)
 
 
 @contextmanager
 def spinner(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Tell on stderr what is being done; gone when the block ends."""
+    """Tell on stderr what is being done: on a terminal gone when the block ends, in a log a line each."""
+    console = Console(stderr=True, highlight=False)
+    if quiet or not console.is_interactive:
+        yield (lambda text: None) if quiet else console.print
+        return
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", total=None)
         yield lambda text: bar.update(task, description=text)
 
 
 @contextmanager
 def corpus_progress(quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Tell on stderr how many documents have been tokenised, once there is one."""
-    bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=Console(stderr=True), transient=True)
+    """Tell on stderr, if that is a terminal, how many documents have been tokenised, once there is one."""
+    console = Console(stderr=True)
+    if quiet or not console.is_interactive:
+        yield lambda documents: None
+        return
+    bar = Progress(SpinnerColumn(), TextColumn("{task.description}"), console=console, transient=True)
     task = bar.add_task("", total=None)
     started = False
 
     def tell(documents: int) -> None:
         nonlocal started
-        if not (started or quiet):
+        if not started:
             bar.start()
             started = True
         bar.update(task, description=f"tokenising: {documents:,} documents")

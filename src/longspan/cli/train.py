@@ -1,6 +1,5 @@
 """`longspan train`: a run from a TOML file, on ranks of its own or on those of torchrun."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from rich.table import Table
 from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, corpus_progress
 from longspan.train.config import load_config
+from longspan.train.monitor import json_line
 from longspan.train.run import Summary
 from longspan.train.run import train as run_training
 
@@ -34,7 +34,7 @@ def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool) 
     if summary is None:
         return
     if as_json:
-        click.echo(json.dumps(asdict(summary)))
+        click.echo(json_line(asdict(summary)))
     else:
         Console(highlight=False).print(_table(summary))
 

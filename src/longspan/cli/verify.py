@@ -1,6 +1,5 @@
 """`longspan verify`: the verdict on a configuration, as a table or JSON; exit code 1 if a case fails."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, spinner
 from longspan.train.config import load_config
+from longspan.train.monitor import json_line
 from longspan.verify.config import VerifyConfig
 from longspan.verify.judge import EXACT, Verdict
 from longspan.verify.run import verify as run_verification
@@ -51,7 +51,7 @@ def verify(
         verdicts = run_verification(run, VerifyConfig.model_validate(values), told)
     failed = sum(not verdict.passed for verdict in verdicts)
     if as_json:
-        click.echo(json.dumps({"passed": not failed, "cases": [asdict(verdict) for verdict in verdicts]}))
+        click.echo(json_line({"passed": not failed, "cases": [asdict(verdict) for verdict in verdicts]}))
     else:
         console = Console(highlight=False, width=None if Console().is_terminal else 160)
         console.print(_table(verdicts))

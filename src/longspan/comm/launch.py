@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -17,6 +18,8 @@ from longspan.spec import CommError, SpecError
 
 MESH_AXES = ("dp", "cp")
 """Slowest axis first: the ranks of a CP group are neighbours."""
+
+_LINGER_SECONDS = 2.0
 
 
 def under_torchrun() -> bool:
@@ -49,8 +52,16 @@ def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int)
 
 
 def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
-    """In the new process: run `function`, and write its error where the launcher reads it."""
-    return record(function)(*arguments)
+    """In the new process: run `function`, and write its error where the launcher reads it.
+
+    A rank that lost a peer does not end at once: the launcher, which looks every 0.1 s, is to find the peer first.
+    """
+    try:
+        return record(function)(*arguments)
+    except RuntimeError as error:
+        if isinstance(error, CommError | dist.DistError) or "gloo" in str(error):
+            time.sleep(_LINGER_SECONDS)
+        raise
 
 
 def join_world(cp: int, dp: int | None, timeout: timedelta, threads: int | None = None) -> DeviceMesh:

@@ -57,8 +57,8 @@ def save(run_dir: Path, step: TrainStep, progress: Progress) -> Path:
 
 def newest(run_dir: Path) -> Path | None:
     """The folder of the latest whole checkpoint, if there is one."""
-    found = sorted(run_dir.glob("checkpoints/step-*/run.json"))
-    return found[-1].parent if found else None
+    whole = [file.parent for file in run_dir.glob("checkpoints/step-*/run.json") if file.parent.suffix != ".partial"]
+    return max(whole, default=None)
 
 
 def load(folder: Path, step: TrainStep) -> Progress:

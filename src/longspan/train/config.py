@@ -13,6 +13,7 @@ from longspan.spec import SpecError
 
 Positive = Annotated[int, Field(ge=1)]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
+LayoutName = Literal["contiguous", "zigzag", "striped"]
 
 
 class _Record(BaseModel):
@@ -26,7 +27,7 @@ class ParallelConfig(_Record):
     """Ranks that share one sequence."""
     dp: Positive | None = None
     """Ranks (groups of cp) that read different rows; None: what the world leaves under torchrun, else 1."""
-    layout: Literal["contiguous", "zigzag", "striped"] = "zigzag"
+    layout: LayoutName = "zigzag"
     route: Literal["ring"] = "ring"
     kernel: Literal["auto", "sdpa", "reference"] = "auto"
     slots_multiple_of: Positive | None = None
@@ -99,7 +100,10 @@ class TrainConfig(_Record):
                 hint='use parallel.wrapper="fsdp" for bf16 and fp16',
             )
         if self.optim.warmup_steps > self.steps:
-            raise SpecError(f"optim.warmup_steps {self.optim.warmup_steps} is more than steps {self.steps}")
+            raise SpecError(
+                f"optim.warmup_steps {self.optim.warmup_steps} is more than steps {self.steps}",
+                hint="lower the one or raise the other",
+            )
         return self
 
 
@@ -109,11 +113,13 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     Raises `SpecError` (file, override) or `pydantic.ValidationError` (values).
     """
     try:
-        values = tomllib.loads(path.read_text())
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise SpecError(f"cannot read {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise SpecError(f"{path} is not TOML: {error}") from None
+        raise SpecError(f"cannot read {path}: {error.strerror}", hint="give the path of a TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SpecError(
+            f"{path} is not TOML: {error}", hint="correct the file; its keys are those of TrainConfig"
+        ) from None
     for override in overrides:
         _apply(values, override)
     return TrainConfig.model_validate(values)
@@ -127,7 +133,9 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise SpecError(f"--set {override!r}: {section} is a value, not a section")
+            raise SpecError(
+                f"--set {override!r}: {section} is a value, not a section", hint=f"set it whole: --set {section}=value"
+            )
     try:
         values[key] = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

@@ -4,6 +4,7 @@ run_dir/metrics.jsonl    one object a step: {"step": 1, "loss": ..., "ranks": [{
 """
 
 import json
+import math
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -67,8 +68,9 @@ class Monitor:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
-        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done)
+        self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
         self._console = Console(stderr=True)
+        self._quiet = quiet
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn(),
             console=self._console, disable=quiet,
@@ -84,7 +86,8 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._writes:
-            self._bar.stop()
+            if not self._quiet:  # rich ends a log with an empty line, of a bar that was never shown too
+                self._bar.stop()
             self._board.close()
             self._file.close()
 
@@ -101,7 +104,7 @@ class Monitor:
             "tokens_seen": tokens_seen,
             "ranks": [asdict(usage) for usage in ranks],
         }
-        self._file.write(json.dumps(record) + "\n")
+        self._file.write(json_line(record) + "\n")
         for name in ("loss", "grad_norm", "learning_rate"):
             self._board.add_scalar(f"train/{name}", record[name], step)
         self._board.add_scalar("speed/tokens_per_second", speed, step)
@@ -116,6 +119,22 @@ class Monitor:
         """Mean held-out loss after `step` steps."""
         if not self._writes:
             return
-        self._file.write(json.dumps({"step": step, "heldout_loss": loss}) + "\n")
+        self._file.write(json_line({"step": step, "heldout_loss": loss}) + "\n")
         self._board.add_scalar("heldout/loss", loss, step)
         self._bar.console.print(f"step {step}: held-out loss {loss:.4f} nats per token")
+
+
+def json_line(record: Any) -> str:
+    """`record` as JSON on one line. JSON has no NaN and no infinity: a float that is not finite becomes null."""
+    return json.dumps(_finite(record), allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case float():
+            return value if math.isfinite(value) else None
+        case dict():
+            return {key: _finite(entry) for key, entry in value.items()}
+        case list() | tuple():
+            return [_finite(entry) for entry in value]
+    return value

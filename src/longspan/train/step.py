@@ -56,7 +56,9 @@ class TrainStep:
             slots_multiple_of=parallel.slots_multiple_of,
         )
         self.dp_group = mesh["dp"].get_group()
-        self.everyone = mesh["dp", "cp"]._flatten("dp_cp")
+        world = dist.group.WORLD
+        assert world is not None and mesh.size() == dist.get_world_size(), "dp x cp is the world"
+        self.everyone = DeviceMesh.from_group(world, mesh.device_type, mesh_dim_names=("dp_cp",))
         self.device = torch.device(mesh.device_type)
         self.module = wrap(model.to(self.device), self.everyone, config)
         self.optimizer = make_optimizer(self.module, config.optim)

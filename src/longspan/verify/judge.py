@@ -4,6 +4,7 @@ fp64, fp32    losses, gradient norms and every gradient equal those of CP=1 to a
 bf16, fp16    the error against CP=1 in fp32 is at most twice that of CP=1 in the same type, plus rounding noise
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -51,6 +52,8 @@ def judge(cp: int, layout: str, dtype: str, seen: Evidence, baseline: Evidence, 
         norm_tolerance = 2 * max(_errors(baseline.grad_norms, exact.grad_norms)) + NOISE[dtype]
         own = gradient_errors(baseline.read_gradients(), exact.read_gradients())
         allowed = {name: 2 * error + NOISE[dtype] for name, error in own.items()}
+    # A baseline that overflowed would allow anything: only what is finite passes.
+    tolerances = (loss_tolerance, norm_tolerance, *allowed.values())
     # The worst is the one that uses most of what it is allowed; a tensor that CP=1 lacks is allowed nothing.
     worst = max(gradients, key=lambda name: gradients[name] / allowed.get(name, 1e-300))
     return Verdict(
@@ -67,7 +70,8 @@ def judge(cp: int, layout: str, dtype: str, seen: Evidence, baseline: Evidence, 
         gradient_error=gradients[worst],
         gradient_tolerance=allowed.get(worst, 0.0),
         drift=_errors(seen.losses, baseline.losses),
-        passed=max(losses) <= loss_tolerance
+        passed=all(map(math.isfinite, tolerances))
+        and max(losses) <= loss_tolerance
         and max(norms) <= norm_tolerance
         and all(error <= allowed.get(name, 0.0) for name, error in gradients.items()),
     )

@@ -18,8 +18,15 @@ from longspan.verify.replay import replay_and_leave
 def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None] = lambda text: None) -> list[Verdict]:
     """Run every case and return its verdict. `told` hears what is being run, for a progress display.
 
-    Each side runs in processes of its own on this machine: one for CP=1, `cp x dp` for a case.
+    Each side runs in processes of its own on this machine: one for CP=1, `cp x dp` for a case. A case that the configuration
+    does not allow raises before any is run.
     """
+    replays = [
+        _with(config, dtype=dtype, parallel=_with(config.parallel, cp=cp, layout=layout))
+        for dtype in cases.dtypes
+        for cp in cases.cp
+        for layout in cases.layouts
+    ]
     prepare_corpus(config)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder:
@@ -33,16 +40,13 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
                 baselines[dtype] = launch(run_baseline, (changed, cases.steps, files.next()), 1)
             return baselines[dtype]
 
-        for dtype in cases.dtypes:
+        for replay in replays:
+            dtype, cp, layout = replay.dtype, replay.parallel.cp, replay.parallel.layout
             own, exact = baseline(dtype), baseline(dtype if dtype in EXACT else "fp32")
-            for cp in cases.cp:
-                for layout in cases.layouts:
-                    told(f"cp={cp} {layout} {dtype}")
-                    parallel = _with(config.parallel, cp=cp, layout=layout)
-                    case = _with(config, dtype=dtype, parallel=parallel)
-                    ranks = cp * (parallel.dp or 1)
-                    seen = launch(replay_and_leave, (case, cases.steps, files.next()), ranks)
-                    verdicts.append(judge(cp, layout, dtype, seen, own, exact))
+            told(f"cp={cp} {layout} {dtype}")
+            ranks = cp * (replay.parallel.dp or 1)
+            seen = launch(replay_and_leave, (replay, cases.steps, files.next()), ranks)
+            verdicts.append(judge(cp, layout, dtype, seen, own, exact))
     return verdicts
 
 
