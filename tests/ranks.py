@@ -8,6 +8,7 @@
 
 import atexit
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -16,6 +17,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+# The profiler of torch announces itself on stderr at every start and stop; it reads this when it is loaded.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "longspan.attention.attention"])
 _pool: list[tuple[Any, Connection]] = []

@@ -4,7 +4,6 @@ import gc
 import weakref
 
 import pytest
-import torch
 
 from longspan.attention.attention import attention, share_of
 from longspan.comm.traffic import record
@@ -58,10 +57,9 @@ def _wrong_degree(group, rank):
 
 
 def test_a_group_of_another_size_than_the_plan():
-    hint = "\n\nhint: make the layout with as many ranks as the group"
     right = [
-        ("SpecError", f"the plan is for 4 ranks and the group has 2{hint}"),
-        ("SpecError", f"the plan is for 4 ranks and the group has 1{hint}"),
+        ("SpecError", "the plan is for 4 ranks and the group has 2\n\nhint: make the layout with ranks=2"),
+        ("SpecError", "the plan is for 4 ranks and the group has 1\n\nhint: give group="),
         ("SpecError", "str is neither a process group nor a DeviceMesh"),
     ]
     assert run_ranks(2, _wrong_degree) == [(right, 0)] * 2
@@ -73,7 +71,7 @@ def test_a_share_is_made_once_for_a_plan_and_kernel():
     assert share_of(plan, None) is not share_of(plan, None, "reference")
     twin = plan_attention(Layout.zigzag(12, 1), Mask.causal(12))
     assert share_of(twin, None) is not share_of(plan, None)
-    assert share_of(twin, None).share.plan is twin
+    assert share_of(twin, None).share.digest == plan.digest
 
 
 def test_a_plan_that_nobody_uses_any_more_is_freed():

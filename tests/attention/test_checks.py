@@ -61,10 +61,6 @@ REFUSED = {
         (Q, K.double(), K, {}),
         "q is torch.float32 on cpu, k torch.float64 on cpu, v torch.float32 on cpu: they must be alike",
     ),
-    "devices": (
-        (Q, K.to("meta"), K, {}),
-        "q is torch.float32 on cpu, k torch.float32 on meta, v torch.float32 on cpu: they must be alike",
-    ),
     "sink": (
         (Q, K, K, {"sink": zeros(2)}),
         "sink has shape (2,); one logit for each of 4 query heads is needed",
@@ -76,6 +72,14 @@ REFUSED = {
     "unknown kernel": (
         (Q, K, K, {"kernel": "flash9"}),
         "kernel 'flash9' is not known\n\nhint: choose one of auto, sdpa, reference",
+    ),
+    "scale of nothing": (
+        (Q, K, K, {"scale": 0.0}),
+        "scale=0.0 is not a positive number\n\nhint: for a negative scale negate q instead",
+    ),
+    "negative scale": (
+        (Q, K, K, {"scale": -0.5}),
+        "scale=-0.5 is not a positive number\n\nhint: for a negative scale negate q instead",
     ),
     "kernel that cannot": (
         (Q, K, K[..., :4], {"kernel": "sdpa"}),

@@ -58,7 +58,7 @@ def test_masks_over_other_numbers_of_tokens():
         "masks over different numbers of tokens: {'full': 8, 'window': 9}\n\n"
         "hint: all masks of a batch cover the same tokens"
     )
-    with pytest.raises(SpecError, match="masks over different numbers of tokens: {}"):
+    with pytest.raises(SpecError, match=r"masks over different numbers of tokens: \{\}"):
         opened(cp, {})
 
 
@@ -85,10 +85,8 @@ def test_one_mask_needs_no_name_and_is_called_full():
 
 
 def test_an_unknown_kernel():
-    q, k, v, _ = make_inputs(8)
-    sequence = opened(ContextParallel(None, kernel="flash9"), Mask.causal(8))
     with pytest.raises(SpecError, match="kernel 'flash9' is not known"):
-        sequence.attention(q, k, v)
+        ContextParallel(None, kernel="flash9")
 
 
 def _shards(group, rank):

@@ -123,7 +123,7 @@ def test_a_sink_of_logit_zero_by_hand():
 
 
 @pytest.mark.parametrize("kernel", ["sdpa", "reference"])
-@pytest.mark.parametrize("scale", [1.0, 0.01, 0.0, -0.5, None])
+@pytest.mark.parametrize("scale", [1.0, 0.01, None])
 def test_scale(scale, kernel):
     inputs, layout = make_inputs(18), Layout.zigzag(18, 2)
     masks = [Mask.full(18), Mask.causal(18), Mask.causal(18, window=4)]

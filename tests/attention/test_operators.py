@@ -65,6 +65,11 @@ def test_compiled_is_as_eager():
         assert torch.equal(eager, compiled)
 
 
+def _keep_attention(ctx, op, *arguments, **keywords):
+    kept = op == torch.ops.longspan.attention_forward.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 def _checkpointed(group, rank, how):
     S = 18
     plan = plan_attention(Layout.zigzag(S, 2), Mask.causal(S))
@@ -84,12 +89,7 @@ def _checkpointed(group, rank, how):
             elif recompute == "all":
                 out = checkpoint(block, q, k, v, use_reentrant=False)
             else:
-                kept = [torch.ops.longspan.attention_forward.default]
-
-                def policy(ctx, op, *arguments, **keywords):
-                    return CheckpointPolicy.MUST_SAVE if op in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-                contexts = partial(create_selective_checkpoint_contexts, policy)
+                contexts = partial(create_selective_checkpoint_contexts, _keep_attention)
                 out = checkpoint(block, q, k, v, use_reentrant=False, context_fn=contexts)
             out.backward(dout)
         results.append([out.detach(), q.grad, k.grad, v.grad])

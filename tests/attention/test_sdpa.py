@@ -205,20 +205,6 @@ def test_the_window_on_cuda_shows_exactly_the_tiles_pairs(tile):
     assert torch.equal(times, right)
 
 
-@pytest.mark.parametrize("kind", ["full", "causal", "band"])
-def test_views_whose_last_dim_is_not_contiguous_on_cuda(flash, kind):
-    shape = TILES[kind].shape
-    q, k = torch.randn(1, 2, 8, shape.num_q).bfloat16().mT, torch.randn(1, 2, 8, shape.num_k).bfloat16().mT
-    assert q.stride(-1) != 1
-    out, lse = sdpa._cuda_forward(q, k, k, shape, 0.3)
-    same, same_lse = sdpa._cuda_forward(q.contiguous(), k.contiguous(), k.contiguous(), shape, 0.3)
-    assert torch.equal(out, same)
-    assert torch.equal(lse, same_lse)
-    grads = sdpa._cuda_backward(out, q, k, k, out, lse, shape, 0.3)
-    same_grads = sdpa._cuda_backward(out, q.contiguous(), k.contiguous(), k.contiguous(), out, lse, shape, 0.3)
-    assert all(torch.equal(a, b) for a, b in zip(grads, same_grads, strict=True))
-
-
 def tensors(dtype=torch.bfloat16, dim=64, dim_v=None, device="cpu"):
     """Stand-ins of one shape, type and device, as far as `refusal` looks."""
     device = torch.device(device)

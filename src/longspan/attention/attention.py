@@ -1,9 +1,6 @@
 """`attention`: local shards in, local shard out, exact over the whole sequence, differentiable."""
 
-import weakref
-
 import torch
-import torch.distributed as dist
 
 from longspan.attention.executor import Share
 from longspan.attention.operators import ShareRef, attention_forward
@@ -40,25 +37,18 @@ def attention(
     return out
 
 
-_shares: "weakref.WeakKeyDictionary[Plan, list[ShareRef]]" = weakref.WeakKeyDictionary()
-"""A plan's shares, for as long as the plan lives: which rank this is, and that the ranks have agreed."""
-
-
 def share_of(plan: Plan, group: Group, kernel: str = "auto") -> ShareRef:
-    """This rank's share of a plan in a group, made once."""
+    """This rank's share of a plan in a group, made once and kept for as long as the plan lives."""
     process_group = as_group(group)
-    known = _shares.setdefault(plan, [])
-    for ref in known:
-        if ref.share.plan is plan and ref.share.group is process_group and ref.share.kernel == kernel:
-            return ref
-    rank, size = rank_and_size(process_group)
-    if size != plan.ranks:
-        raise SpecError(
-            f"the plan is for {plan.ranks} ranks and the group has {size}",
-            hint="make the layout with as many ranks as the group"
-            if size > 1 or dist.is_initialized()
-            else "give group=",
-        )
-    ref = ShareRef(Share(plan, rank, process_group, kernel))
-    known.append(ref)
+    kept = plan.attachments
+    key = (process_group, kernel)
+    if key not in kept:
+        rank, size = rank_and_size(process_group)
+        if size != plan.ranks:
+            raise SpecError(
+                f"the plan is for {plan.ranks} ranks and the group has {size}",
+                hint=f"make the layout with ranks={size}" if size > 1 else "give group=",
+            )
+        kept[key] = ShareRef(Share.of(plan, rank, process_group, kernel))
+    ref: ShareRef = kept[key]
     return ref

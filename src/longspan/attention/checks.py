@@ -12,42 +12,48 @@ Tensor = torch.Tensor
 
 
 def check_call(
-    share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, *, agree: bool
+    share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, agreed: set[str]
 ) -> None:
     """Raise `SpecError` if the tensors do not fit the plan.
 
-    With `agree` (collective) the ranks compare plan and shapes, and a problem of one rank is raised on all.
+    The first call of a plan with such shapes, types and scale is collective: the ranks compare them and the plan, and a
+    problem of one rank is raised on all. What they have agreed on is remembered in `agreed`.
     """
     problem: LongspanError | None = None
     try:
         _check_tensors(share, q, k, v, sink)
+        if not 0 < scale < float("inf"):
+            raise SpecError(f"scale={scale} is not a positive number", hint="for a negative scale negate q instead")
         choose_kernel(share.kernel, q, k, v)
     except LongspanError as error:
         problem = error
-    if agree:
-        shapes = (
-            f"{q.shape[0]} {q.shape[1]} {k.shape[1]} {q.shape[-1]} {v.shape[-1]} {q.dtype} {scale} {sink is not None}"
-        )
-        check_agreement(share.group, {"plans": share.plan.digest, "shapes, types or scales": shapes.encode()}, problem)
-    elif problem is not None:
+    heads_and_dims = (
+        f"{q.shape[0]} {tuple(q.shape[1:2])} {tuple(k.shape[1:2])} {tuple(q.shape[3:])} {tuple(v.shape[3:])}"
+    )
+    call = f"{heads_and_dims} {q.dtype} {scale} {sink is not None}"
+    if problem is None and call in agreed:
+        return
+    if problem is not None and agreed:
         raise problem
+    check_agreement(share.group, {"plans": share.digest, "shapes, types or scales": call.encode()}, problem)
+    agreed.add(call)
 
 
 def _check_tensors(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise SpecError(f"{shapes}: attention takes (batch, heads, slots, head_dim) tensors")
-    slots = share.plan.layout.num_slots(share.rank)
+    slots = share.work.slots
     if not q.shape[2] == k.shape[2] == v.shape[2] == slots:
         raise SpecError(
-            f"{shapes}: rank {share.rank} of the plan holds {slots} of {share.plan.seq_len} tokens",
+            f"{shapes}: rank {share.work.rank} of the plan holds {slots} of {share.seq_len} tokens",
             hint="shard q, k, v by the plan's layout; dim 2 is the sequence",
         )
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
         raise SpecError(f"{shapes}: batch sizes, KV heads of k and v, and head dims of q and k must agree")
     heads = check_heads(q.shape[1], k.shape[1])
-    if share.plan.heads is not None and heads != share.plan.heads:
-        raise SpecError(f"{heads} query and KV heads were given; the plan was made for {share.plan.heads}")
+    if share.heads is not None and heads != share.heads:
+        raise SpecError(f"{heads} query and KV heads were given; the plan was made for {share.heads}")
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise SpecError(
             f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: they must be alike"

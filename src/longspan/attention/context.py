@@ -7,6 +7,7 @@ from typing import overload
 import torch
 
 from longspan.attention.attention import attention
+from longspan.attention.kernel import check_kernel_name
 from longspan.comm.agree import check_agreement
 from longspan.comm.groups import Group, as_group, rank_and_size
 from longspan.comm.sharding import gather, shard
@@ -49,7 +50,7 @@ class ContextParallel:
         self.group = as_group(mesh_or_group)
         self.rank, self.size = rank_and_size(self.group)
         self.layout, self.route, self.heads, self.inner = layout, route, heads, inner
-        self.kernel, self.slots_multiple_of = kernel, slots_multiple_of
+        self.kernel, self.slots_multiple_of = check_kernel_name(kernel), slots_multiple_of
         self._plans: dict[tuple[Layout, Mask], Plan] = {}
         # A sequence of one token per rank shows now what every later one would be refused for.
         self.plan(self.layout_for(self.size), Mask.causal(self.size))

@@ -16,7 +16,7 @@ from longspan.attention.kernel import Kernel, choose_kernel
 from longspan.attention.merge import accumulation_dtype, merge_, merge_sink_, sink_gradient
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import Call, call
-from longspan.plan import Plan, Runs, Step, Tile, Transfer
+from longspan.plan import Plan, RankPlan, Runs, Step, Tile, Transfer
 from longspan.plan import bands as algebra
 
 Tensor = torch.Tensor
@@ -27,28 +27,28 @@ _KVGradient: TypeAlias = "tuple[_Gradient, _Gradient]"
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank runs: its place in the plan, the group its hops use, and the kernel asked for."""
+    """What one rank runs of a plan (without the plan, which may then be freed), in which group, by which kernel."""
 
-    plan: Plan
-    rank: int
+    work: RankPlan
+    route: str
+    seq_len: int
+    heads: tuple[int, int] | None
+    digest: bytes
     group: torch.distributed.ProcessGroup | None
     kernel: str
 
-    @property
-    def steps(self) -> Sequence[Step]:
-        return self.plan.rank_plan(self.rank).steps
-
-    @property
-    def tokens(self) -> int:
-        return self.plan.rank_plan(self.rank).tokens
+    @classmethod
+    def of(cls, plan: Plan, rank: int, group: torch.distributed.ProcessGroup | None, kernel: str) -> "Share":
+        return cls(plan.rank_plan(rank), plan.route, plan.seq_len, plan.heads, plan.digest, group, kernel)
 
 
 def run_forward(
     share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` like q, lse `(B, H, T)`."""
+    q, k, v = map(_dense_rows, (q, k, v))
     kernel = choose_kernel(share.kernel, q, k, v)
-    with call("forward", share.plan.route, kernel.name, share.rank, timed=q.device.type == "cpu") as meter:
+    with call("forward", share.route, kernel.name, share.work.rank, timed=q.device.type == "cpu") as meter:
         result = _Output(q, v)
         for step, _, (keys, values) in _relay(share, (_rows_first(k), _rows_first(v)), meter):
             for tile in _pieces(kernel, step.tiles, q.device):
@@ -76,10 +76,11 @@ def run_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, shaped and typed like them, and of the sink `(H,)` from this rank's rows (`(0,)` without one).
 
-    The own shard comes last: what comes home arrives meanwhile, into the place where its gradients are added up.
+    The own shard comes last: what others found for it comes home meanwhile, and is added to what it found itself.
     """
+    dout, q, k, v = map(_dense_rows, (dout, q, k, v))
     kernel = choose_kernel(share.kernel, q, k, v)
-    with call("backward", share.plan.route, kernel.name, share.rank, timed=q.device.type == "cpu") as meter:
+    with call("backward", share.route, kernel.name, share.work.rank, timed=q.device.type == "cpu") as meter:
         dq = _Gradient(q)
         home = (_Gradient(k), _Gradient(v))
 
@@ -102,16 +103,17 @@ def run_backward(
         own = (_rows_first(k), _rows_first(v))
         travelling = _Travelling(share, home, meter)
         for step, following, rows in _relay(share, own, meter):
-            if step.source == share.rank:
+            if step is share.work.steps[0]:
                 travelling.expect(following, rows)
             else:
                 compute(step, rows, travelling.here, travelling.arrive)
                 travelling.hand_over(step, following, rows)
-        compute(share.steps[0], own, home, travelling.finish)
+        compute(share.work.steps[0], own, home, lambda: None)
+        travelling.bring_home()
         if sink is None:
             dsink = q.new_empty(0)
         else:
-            live = slice(0, share.tokens)
+            live = slice(0, share.work.tokens)
             dsink = sink_gradient(dout[:, :, live], out[:, :, live], lse[:, :, live], sink)
         return dq.finish(), home[0].finish(), home[1].finish(), dsink
 
@@ -122,7 +124,7 @@ def _relay(share: Share, own: Rows, meter: Call) -> Iterator[tuple[Step, Step | 
     One buffer is in use and one in flight. A rank waits only for the rank before it, at an earlier distance: no cycle.
     """
     rows: Rows = own
-    for step, following in zip(share.steps, [*share.steps[1:], None], strict=True):
+    for step, following in zip(share.work.steps, [*share.work.steps[1:], None], strict=True):
         hop = Hop()
         arriving = rows
         if step.send is not None:
@@ -141,24 +143,29 @@ def _relay(share: Share, own: Rows, meter: Call) -> Iterator[tuple[Step, Step | 
 
 @dataclass
 class _Incoming:
-    """Messages under way and, where rows arrive packed, the place they go to."""
+    """Messages under way; what arrives packed is added to rows of its target once it is here."""
 
     flight: Flight
-    packed: list[tuple[Tensor, Tensor, Runs]] = field(default_factory=list)
+    packed: list[tuple[Tensor, "_Gradient", Runs]] = field(default_factory=list)
 
     def wait(self, meter: Call) -> None:
         self.flight.wait(meter)
-        for rows, target, runs in self.packed:
-            _place(target, runs, rows)
+        for rows, gradient, runs in self.packed:
+            with meter.spend("merging"):
+                gradient.add_runs(runs, rows)
         self.packed = []
 
 
 class _Travelling:
-    """Partial dK, dV on their way: from the rank before, onwards to the next, and home from the farthest rank."""
+    """Partial dK, dV on their way: from the rank before, onwards to the next, and home from the farthest rank.
+
+    Beside the buffer in use and the one that arrives, what came home waits packed, as few rows as did.
+    """
 
     def __init__(self, share: Share, home: _KVGradient, meter: Call) -> None:
         self._share, self._home, self._meter = share, home, meter
         self._arriving = self._homing = _Incoming(Flight([], Hop()))
+        self._returned: list[_Incoming] = []
         self.here: _KVGradient = home
 
     def expect(self, step: Step | None, like: Rows) -> None:
@@ -171,20 +178,23 @@ class _Travelling:
 
     def hand_over(self, step: Step, following: Step | None, like: Rows) -> None:
         """Send the finished gradients of `step` on and home, and make room for those of the `following` step."""
-        self._homing.wait(self._meter)
+        self._homing.flight.wait(self._meter)
         done = [gradient.rows() for gradient in self.here]
         onwards, homewards = Hop(), Hop()
         if step.grad_send is not None:
             onwards.sends += [(step.grad_send.peer, _pick(x, step.grad_send.runs)) for x in done]
         if step.home_send is not None:
             homewards.sends += [(step.home_send.peer, _pick(x, step.home_send.runs)) for x in done]
+        del done
         self._arriving = self._next(onwards, following, like)
-        self._homing = self._receive(homewards, step.home_recv, self._home)
+        self._homing = self._receive(homewards, step.home_recv, self._home, in_place=False)
+        self._returned.append(self._homing)
 
-    def finish(self) -> None:
-        """Wait for everything that is still under way."""
+    def bring_home(self) -> None:
+        """Wait for everything that is still under way, and add what came home, in the plan's order."""
         self.arrive()
-        self._homing.wait(self._meter)
+        for incoming in self._returned:
+            incoming.wait(self._meter)
 
     def _next(self, onwards: Hop, following: Step | None, like: Rows) -> _Incoming:
         if following is None:
@@ -192,17 +202,18 @@ class _Travelling:
         self.here = (_Gradient(like[0], following.rows), _Gradient(like[1], following.rows))
         return self._receive(onwards, following.grad_recv, self.here)
 
-    def _receive(self, hop: Hop, transfer: Transfer | None, gradients: _KVGradient) -> _Incoming:
+    def _receive(self, hop: Hop, transfer: Transfer | None, gradients: _KVGradient, in_place: bool = True) -> _Incoming:
         """Post `hop`, with rows that arrive for `gradients`: straight into place if they are one run, else packed."""
         packed = []
-        if transfer is not None:
-            for target in (gradient.rows() for gradient in gradients):
-                if len(transfer.runs) == 1:
-                    rows = target[transfer.runs[0][0] : transfer.runs[0][1]]
-                else:
-                    rows = target.new_empty(transfer.rows, *target.shape[1:])
-                    packed.append((rows, target, transfer.runs))
-                hop.receives.append((transfer.peer, rows))
+        for gradient in gradients if transfer is not None else ():
+            assert transfer is not None
+            if in_place and len(transfer.runs) == 1:
+                start, stop = transfer.runs[0]
+                rows = gradient.rows()[start:stop]
+            else:
+                rows = gradient.buffer(transfer.rows)
+                packed.append((rows, gradient, transfer.runs))
+            hop.receives.append((transfer.peer, rows))
         return _Incoming(hop.post(self._share.group, self._meter), packed)
 
 
@@ -257,6 +268,16 @@ class _Gradient:
         else:
             self.rows()[start:stop] += part
 
+    def add_runs(self, runs: Runs, packed: Tensor) -> None:
+        """Add rows that lie one after the other in `packed` to those of `runs`."""
+        target = self.rows()
+        for (start, stop), part in zip(runs, torch.split(packed, [b - a for a, b in runs]), strict=True):
+            target[start:stop] += part
+
+    def buffer(self, rows: int) -> Tensor:
+        """Room for that many rows, like those of the sum."""
+        return self._like.new_empty(rows, *self._shape[1:], dtype=accumulation_dtype(self._like.dtype))
+
     def rows(self) -> Tensor:
         """The sum so far, `(T, B, K, D)`."""
         if self._sum is None:
@@ -286,6 +307,11 @@ def _keys(rows: Tensor, tile: Tile) -> Tensor:
     return _from_rows_first(rows[tile.k0 : tile.k1])
 
 
+def _dense_rows(x: Tensor) -> Tensor:
+    """`x` with neighbouring elements in its last dim, which flash kernels take for granted without looking."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def _rows_first(x: Tensor) -> Tensor:
     """`(B, K, T, D)` seen as `(T, B, K, D)`."""
     return x.permute(2, 0, 1, 3)
@@ -306,9 +332,3 @@ def _pick(rows: Tensor, runs: Runs) -> Tensor:
     if len(runs) == 1:
         return rows[runs[0][0] : runs[0][1]].contiguous()
     return torch.cat([rows[start:stop] for start, stop in runs])
-
-
-def _place(target: Tensor, runs: Runs, packed: Tensor) -> None:
-    """The inverse of `_pick`."""
-    for (start, stop), part in zip(runs, torch.split(packed, [stop - start for start, stop in runs]), strict=True):
-        target[start:stop] = part

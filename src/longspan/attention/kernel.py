@@ -18,7 +18,10 @@ Tensor = torch.Tensor
 
 
 class Kernel(Protocol):
-    """Attention of one tile. B batch, H query heads, K KV heads (H a multiple of K), D head dim; V may have a dim of its own."""
+    """Attention of one tile. B batch, H query heads, K KV heads (H a multiple of K), D head dim; V may have a dim of its own.
+
+    The executor gives tensors whose last dim is contiguous; other strides are arbitrary.
+    """
 
     name: str
 
@@ -47,15 +50,21 @@ class Kernel(Protocol):
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (SdpaKernel(), ReferenceKernel())}
 
 
+def check_kernel_name(name: str) -> str:
+    """`name` if it is "auto" or a kernel's, else an error."""
+    if name != "auto" and name not in KERNELS:
+        raise SpecError(f"kernel {name!r} is not known", hint=f"choose one of auto, {', '.join(KERNELS)}")
+    return name
+
+
 def choose_kernel(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
     """The kernel of that name, or for "auto" the first that can compute these tensors."""
     if name == "auto":
         for kernel in KERNELS.values():
             if kernel.refusal(q, k, v) is None:
                 return kernel
-    elif name not in KERNELS:
-        raise SpecError(f"kernel {name!r} is not known", hint=f"choose one of auto, {', '.join(KERNELS)}")
-    kernel = KERNELS["reference" if name == "auto" else name]
+        name = "reference"
+    kernel = KERNELS[check_kernel_name(name)]
     if (reason := kernel.refusal(q, k, v)) is not None:
         raise SpecError(f"kernel {kernel.name!r} cannot compute this: {reason}", hint='use kernel="auto"')
     return kernel

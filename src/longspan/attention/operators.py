@@ -21,11 +21,11 @@ Tensor = torch.Tensor
 
 
 class ShareRef(OpaqueBase):
-    """A `Share` that operators take, and whether its ranks have proved that they hold the same plan."""
+    """A `Share` that operators take, and the kinds of call for which its ranks have shown that they hold the same."""
 
     def __init__(self, share: Share) -> None:
         self.share = share
-        self.agreed = False
+        self.agreed: set[str] = set()
 
 
 register_opaque_type(ShareRef, typ="reference")
@@ -36,8 +36,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ref: ShareRef, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Out `(B, H, T, Dv)` and lse `(B, H, T)` of local shards. Sends and receives."""
-    check_call(ref.share, q, k, v, sink, scale, agree=not ref.agreed)
-    ref.agreed = True
+    check_call(ref.share, q, k, v, sink, scale, ref.agreed)
     return run_forward(ref.share, q, k, v, sink, scale)
 
 

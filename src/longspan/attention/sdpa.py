@@ -8,6 +8,7 @@ Both take grouped heads as they are. Tests hold each mode against plain math; th
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 
@@ -41,7 +42,7 @@ class SdpaKernel:
         return None
 
     def split(self, tile: Tile, device: torch.device) -> Sequence[Tile]:
-        return (tile,) if device.type == "cuda" else _split_for_cpu(tile)
+        return _split_for_cuda(tile) if device.type == "cuda" else _split_for_cpu(tile)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
         if q.device.type == "cuda":
@@ -81,6 +82,20 @@ def _split_for_cpu(tile: Tile) -> Sequence[Tile]:
         return [part for part in parts if part is not None]
     blocks = (_part(tile, row, min(row + _BAND_ROWS, num_q), 0, num_k) for row in range(0, num_q, _BAND_ROWS))
     return [block for block in blocks if block is not None]
+
+
+def _split_for_cuda(tile: Tile) -> Sequence[Tile]:
+    """Windows as they are, unless the tile is taller than wide: the operator takes a side of `num_k` or more for open, and an
+    open side for `num_k`. Rows that see every key, and those before and after them, are then tiles at least as wide as tall.
+    """
+    num_q, num_k, lo, hi = tile.shape
+    if num_q <= num_k or not (tile.shape.has_lo or tile.shape.has_hi):
+        return (tile,)
+    last_key = min(max(num_k - 1 + lo, 0), num_q)  # the first row that sees the last key
+    first_key = min(max(hi + 1, last_key), num_q)  # the first row from there on that misses the first key
+    edges = (0, last_key, first_key, num_q)
+    parts = (_part(tile, start, stop, 0, num_k) for start, stop in pairwise(edges))
+    return [part for part in parts if part is not None]
 
 
 def _part(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:

@@ -38,7 +38,8 @@ def verify(
 ) -> None:
     """Replay the first steps of CONFIG at CP=1, plain SDPA per document, and at each degree; compare every gradient.
 
-    Exits with 1 if a loss, a gradient norm or a gradient of any parameter lies outside its tolerance.
+    Exits with 1 if a loss, a gradient norm or a gradient of any parameter lies outside its tolerance, or if a token
+    reached the model with another position or label.
     """
     run = load_config(config, overrides)
     values = {
@@ -77,6 +78,6 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
             v.worst_gradient,
             f"{v.gradient_error:.1e} ({v.gradient_tolerance:.0e})",
             "" if v.dtype in EXACT else " ".join(f"{d:.0e}" for d in v.drift),
-            "[green]equal[/]" if v.passed else "[bold red]DIFFERS[/]",
+            "[green]equal[/]" if v.passed else "[bold red]DIFFERS[/]" + ("" if v.inputs_equal else ": other inputs"),
         )
     return table

@@ -32,7 +32,7 @@ class Hop:
         try:
             return Flight(dist.batch_isend_irecv(operations), self)
         except RuntimeError as error:
-            raise _lost(self, error) from error
+            raise _lost([peer for peer, _ in (*self.sends, *self.receives)], error) from error
 
 
 @dataclass
@@ -46,19 +46,21 @@ class Flight:
         """Return when everything has arrived and left. Raises `CommError` naming the peers if one of them is gone."""
         if not self.works:
             return
+        peers = [peer for peer, _ in (*self.hop.sends, *self.hop.receives)]
         with call.spend("waiting"):
-            try:
-                for work in self.works:
+            for index, work in enumerate(self.works):
+                try:
                     work.wait()
-            except RuntimeError as error:
-                raise _lost(self.hop, error) from error
+                except RuntimeError as error:
+                    # A backend may answer for the whole batch with one work.
+                    raise _lost([peers[index]] if len(self.works) == len(peers) else peers, error) from error
         call.bytes_received += sum(tensor.nbytes for _, tensor in self.hop.receives)
-        self.works = []
+        self.works, self.hop = [], Hop()
 
 
-def _lost(hop: Hop, error: RuntimeError) -> CommError:
-    peers = sorted({peer for peer, _ in (*hop.sends, *hop.receives)})
+def _lost(peers: Sequence[int], error: RuntimeError) -> CommError:
     return CommError(
-        f"a hop with rank {', '.join(map(str, peers))} of the context-parallel group failed: {str(error).splitlines()[0]}",
+        f"a hop with rank {', '.join(map(str, sorted(set(peers))))} of the context-parallel group failed: "
+        f"{str(error).splitlines()[0]}",
         hint="look at the log of that rank: it most likely ended first",
     )

@@ -4,7 +4,7 @@ Four uses, one meaning: execute it, verify it against a dense mask, count it, dr
 """
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -130,6 +130,15 @@ class Plan:
 
     def __hash__(self) -> int:
         return hash(self.digest)
+
+    @cached_property
+    def attachments(self) -> dict[Any, Any]:
+        """What those who run this very plan keep with it, for as long as it lives. No part of its value."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Only what the plan was made from: copies work the rest out again."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
     def _route(self) -> Ring:

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from longspan.model import Decoder, ModelConfig, save_pretrained
-from longspan.spec import CheckpointError
+from longspan.spec import CheckpointError, SpecError
 from longspan.train.optim import LossScale
 from longspan.train.step import TrainStep
 
@@ -95,6 +95,15 @@ def check_model(folder: Path, record: dict[str, Any], config: ModelConfig) -> No
         raise CheckpointError(
             f"{folder} is a checkpoint of another model: {'; '.join(differing)}",
             hint="give the [model] section of the run that saved it, or another run_dir",
+        )
+
+
+def check_export(config: ModelConfig) -> None:
+    """Refuse, before a run, a model that a Hugging Face Llama folder cannot describe."""
+    if config.qk_norm or set(config.mask_names) != {"full"}:
+        raise SpecError(
+            f"export=true: a Llama folder cannot describe qk_norm={config.qk_norm}, windows={config.windows}",
+            hint="set export=false and use checkpoint_every, or a model without these",
         )
 
 

@@ -67,6 +67,8 @@ class Monitor:
         if not writes:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
+        if done:
+            _forget_after(run_dir / "metrics.jsonl", done)
         self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
         self._console = Console(stderr=True)
@@ -122,6 +124,14 @@ class Monitor:
         self._file.write(json_line({"step": step, "heldout_loss": loss}) + "\n")
         self._board.add_scalar("heldout/loss", loss, step)
         self._bar.console.print(f"step {step}: held-out loss {loss:.4f} nats per token")
+
+
+def _forget_after(metrics: Path, done: int) -> None:
+    """Drop what was told of steps after `done`, which a resumed run does again, and a line that was cut short."""
+    if not metrics.exists():
+        return
+    lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    metrics.write_text("".join(line for line in lines if json.loads(line)["step"] <= done))
 
 
 def json_line(record: Any) -> str:

@@ -47,6 +47,8 @@ def train(config: TrainConfig, *, quiet: bool = False, progress: Callable[[int],
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> None:
     """Refuse what the ranks would refuse, before there are any."""
     prepare_corpus(config, progress)
+    if config.export:
+        checkpoint.check_export(model_config(config))
     folder = checkpoint.newest(config.run_dir)
     if folder is not None and not config.resume:
         raise CheckpointError(

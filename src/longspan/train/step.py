@@ -57,7 +57,8 @@ class TrainStep:
         )
         self.dp_group = mesh["dp"].get_group()
         world = dist.group.WORLD
-        assert world is not None and mesh.size() == dist.get_world_size(), "dp x cp is the world"
+        assert world is not None, "a mesh exists, so a world does"
+        assert mesh.size() == dist.get_world_size(), "dp x cp is the world"
         self.everyone = DeviceMesh.from_group(world, mesh.device_type, mesh_dim_names=("dp_cp",))
         self.device = torch.device(mesh.device_type)
         self.module = wrap(model.to(self.device), self.everyone, config)

@@ -15,7 +15,7 @@ from longspan.model import Decoder
 from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES, make_model
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
-from longspan.verify.evidence import Evidence
+from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 
 Tensor = torch.Tensor
 
@@ -39,7 +39,7 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
     model = make_model(config)
     optimizer = make_optimizer(model, config.optim)
     scale = LossScale.of_dtype(config.dtype)
-    losses, norms = [], []
+    losses, norms, inputs = [], [], []
     for step in range(steps):
         batches = [next(loader) for _ in range(config.accumulation * (config.parallel.dp or 1))]
         targets = max(sum(batch.num_targets for batch in batches), 1)
@@ -51,7 +51,9 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
         rate = learning_rate(config.optim, step, config.steps)
         norms.append(update(model, optimizer, scale, rate, config.optim.clip_norm))
         losses.append(loss / targets)
-    return Evidence(losses, norms, gradients)
+        given = [batch.tensors() for batch in batches]
+        inputs.append(digest_inputs(input_rows(x["input_ids"], x["position_ids"], x["labels"]) for x in given))
+    return Evidence(losses, norms, inputs, gradients)
 
 
 def _backward(model: Decoder, batch: Batch, dtype: str, factor: float) -> float:

@@ -21,7 +21,8 @@ NOISE = {"bf16": 2.0**-9, "fp16": 2.0**-12}
 
 @dataclass(frozen=True)
 class Verdict:
-    """One case. Errors are relative; `drift` is the loss's difference from CP=1 of the same type, step by step."""
+    """One case. Errors are relative; `drift` is the loss's difference from CP=1 of the same type, step by step;
+    `inputs_equal` says that the ranks together gave the model CP=1's tokens, each with its position and label."""
 
     cp: int
     layout: str
@@ -36,6 +37,7 @@ class Verdict:
     gradient_error: float
     gradient_tolerance: float
     drift: list[float]
+    inputs_equal: bool
     passed: bool
 
 
@@ -70,7 +72,9 @@ def judge(cp: int, layout: str, dtype: str, seen: Evidence, baseline: Evidence, 
         gradient_error=gradients[worst],
         gradient_tolerance=allowed.get(worst, 0.0),
         drift=_errors(seen.losses, baseline.losses),
-        passed=all(map(math.isfinite, tolerances))
+        inputs_equal=seen.inputs == exact.inputs,
+        passed=seen.inputs == exact.inputs
+        and all(map(math.isfinite, tolerances))
         and max(losses) <= loss_tolerance
         and max(norms) <= norm_tolerance
         and all(error <= allowed.get(name, 0.0) for name, error in gradients.items()),

@@ -1,7 +1,10 @@
 """The CP=N side: the training step itself, on real ranks, with its gradients gathered for comparison."""
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +17,7 @@ from longspan.train.model import make_model
 from longspan.train.optim import learning_rate, update
 from longspan.train.run import join, make_loader
 from longspan.train.step import TrainStep
-from longspan.verify.evidence import Evidence
+from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 
 
 def replay_and_leave(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
@@ -30,7 +33,13 @@ def run_replay(config: TrainConfig, mesh: DeviceMesh, steps: int, gradients: Pat
     store = open_store(config.data)
     loader = make_loader(config, store, mesh)
     step = TrainStep(make_model(config), mesh, config)
-    losses, norms = [], []
+    given: list[npt.NDArray[np.int64]] = []
+
+    def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        given.append(input_rows(*arguments[:2], keywords["labels"]))
+
+    step.module.register_forward_pre_hook(note, with_kwargs=True)
+    losses, norms, inputs = [], [], []
     for index in range(steps):
         loss, _, _ = step.backward([next(loader) for _ in range(config.accumulation)])
         if index == 0:
@@ -40,7 +49,15 @@ def run_replay(config: TrainConfig, mesh: DeviceMesh, steps: int, gradients: Pat
         rate = learning_rate(config.optim, index, config.steps)
         norms.append(update(step.module, step.optimizer, step.scale, rate, config.optim.clip_norm))
         losses.append(loss)
-    return Evidence(losses, norms, gradients)
+        inputs.append(digest_inputs(_of_all_ranks(given)))
+        given.clear()
+    return Evidence(losses, norms, inputs, gradients)
+
+
+def _of_all_ranks(rows: list[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, np.concatenate(rows))
+    return everyone
 
 
 def gather_gradients(step: TrainStep) -> dict[str, torch.Tensor]:

@@ -1,0 +1,158 @@
+"""What a run tells, in its metrics file and to TensorBoard, and that counts are the plan's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from longspan import Layout, plan_attention
+from longspan.data import Loader, open_store
+from longspan.train.config import TrainConfig
+from longspan.train.monitor import Monitor, RankUsage, json_line
+from longspan.train.step import StepResult, masks_of
+from tests.train.test_checkpoint import train
+from tests.train.tiny import make_config, write_corpus
+
+STEP_KEYS = {
+    "step": int, "loss": float, "grad_norm": float, "learning_rate": float, "targets": int, "tokens": int,
+    "skipped": bool, "seconds": float, "tokens_per_second": float, "tokens_seen": int, "ranks": list,
+}  # fmt: skip
+RANK_KEYS = {
+    "rank": int, "peak_memory_bytes": int, "pairs": int, "bytes_sent": int, "bytes_received": int,
+    "attention_seconds": float, "waiting_seconds": float,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, list[dict[str, Any]]]:
+    """A run of four steps on dp2 x cp2 with windows and accumulation, and the lines it told."""
+    folder = tmp_path_factory.mktemp("monitor")
+    write_corpus(folder)
+    config = make_config(
+        folder, steps=4, eval_every=3, accumulation=2, model__windows=[None, 9], dtype="fp32",
+        parallel__dp=2, parallel__cp=2, parallel__layout="striped",
+    )  # fmt: skip
+    train(config)
+    return config, [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_keys_and_types(done: tuple[TrainConfig, list[dict[str, Any]]]) -> None:
+    _, lines = done
+    assert [sorted(line) for line in lines if "heldout_loss" in line] == [["heldout_loss", "step"]] * 2
+    assert [line["step"] for line in lines] == [1, 2, 3, 3, 4, 4]
+    steps = [line for line in lines if "heldout_loss" not in line]
+    for line in steps:
+        assert {key: type(value) for key, value in line.items()} == STEP_KEYS
+        assert [usage["rank"] for usage in line["ranks"]] == [0, 1, 2, 3]
+        for usage in line["ranks"]:
+            assert {key: type(value) for key, value in usage.items()} == RANK_KEYS
+            assert usage["peak_memory_bytes"] > 2**24
+            assert usage["attention_seconds"] >= usage["waiting_seconds"] >= 0
+    assert [line["tokens"] for line in steps] == [4 * 48] * 4
+    assert [line["tokens_seen"] for line in steps] == [192, 384, 576, 768]
+    assert all(line["tokens_per_second"] == pytest.approx(192 / line["seconds"]) for line in steps)
+
+
+def test_pairs_and_bytes_of_every_rank_are_those_of_its_plans(done: tuple[TrainConfig, list[dict[str, Any]]]) -> None:
+    config, lines = done
+    loader = Loader(open_store(config.data), row_tokens=48, dp_rank=0, dp_size=1, seed=config.data.seed)
+    for line in (line for line in lines if "ranks" in line):
+        rows = [next(loader) for _ in range(4)]
+        for usage in line["ranks"]:
+            dp_rank, cp_rank = divmod(usage["rank"], 2)
+            plans = [
+                plan_attention(Layout.striped(48, 2), mask, heads=(2, 1))
+                for row in rows[dp_rank::2]
+                for mask in masks_of(row, config.model.mask_names).values()
+            ]
+            assert usage["pairs"] == sum(2 * plan.area(cp_rank) for plan in plans)
+            for rank, direction in ((cp_rank, "bytes_sent"), (1 - cp_rank, "bytes_received")):
+                assert usage[direction] == sum(
+                    plan.bytes(rank, phase, head_dim=8, itemsize=4) for plan in plans for phase in ("forward", "backward")
+                )
+
+
+def scalars(run_dir: Path) -> dict[str, dict[int, float]]:
+    events = EventAccumulator(str(run_dir / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {tag: {event.step: event.value for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]}
+
+
+def test_tensorboard_has_the_same_values(done: tuple[TrainConfig, list[dict[str, Any]]]) -> None:
+    config, lines = done
+    shown = scalars(config.run_dir)
+    steps = {line["step"]: line for line in lines if "ranks" in line}
+    for name in ("loss", "grad_norm", "learning_rate"):
+        assert shown[f"train/{name}"] == pytest.approx({step: line[name] for step, line in steps.items()}, rel=1e-6)
+    assert shown["speed/tokens_per_second"] == pytest.approx({s: l["tokens_per_second"] for s, l in steps.items()}, rel=1e-6)
+    assert shown["heldout/loss"] == pytest.approx(
+        {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}, rel=1e-6
+    )
+    for rank in range(4):
+        for name in RANK_KEYS.keys() - {"rank"}:
+            told = {step: line["ranks"][rank][name] for step, line in steps.items()}
+            assert shown[f"rank{rank}/{name}"] == pytest.approx(told, rel=1e-6)
+
+
+def result(loss: float, skipped: bool = False) -> StepResult:
+    return StepResult(loss, float("inf") if skipped else 1.0, 0.1, targets=7, tokens=8, skipped=skipped)
+
+
+USAGE = [RankUsage(0, 1, 2, 3, 4, 5.0, 6.0)]
+
+
+def test_tensorboard_of_a_resumed_run_keeps_what_was_before_it(tmp_path: Path) -> None:
+    """Resumed at step 2, a run forgets its old steps 3 and 4, and no other."""
+    with Monitor(tmp_path, 4, 0, writes=True, quiet=True) as monitor:
+        for step in (1, 2, 3, 4):
+            monitor.step(step, result(10.0 + step), 0.5, 8 * step, USAGE)
+    with Monitor(tmp_path, 4, 2, writes=True, quiet=True) as monitor:
+        monitor.step(3, result(20.0), 0.5, 24, USAGE)
+    assert scalars(tmp_path)["train/loss"] == {1: 11.0, 2: 12.0, 3: 20.0}
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {line["step"]: line["loss"] for line in lines} == {1: 11.0, 2: 12.0, 3: 20.0}
+
+
+def test_every_line_is_json_even_of_a_step_that_overflowed(tmp_path: Path) -> None:
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    with Monitor(tmp_path, 1, 0, writes=True, quiet=True) as monitor:
+        monitor.step(1, result(float("nan"), skipped=True), 0.5, 8, USAGE)
+        monitor.evaluation(1, float("nan"))
+    first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    line = json.loads(first, parse_constant=refuse)
+    assert (line["loss"], line["grad_norm"], line["skipped"]) == (None, None, True)
+    assert json.loads(second, parse_constant=refuse) == {"step": 1, "heldout_loss": None}
+
+
+def test_json_line() -> None:
+    record = {"a": [1.5, float("inf"), {"b": (float("nan"), -float("inf"), None, True, "x", 3)}]}
+    assert json_line(record) == '{"a": [1.5, null, {"b": [null, null, null, true, "x", 3]}]}'
+
+
+def test_other_ranks_write_nothing(tmp_path: Path) -> None:
+    with Monitor(tmp_path / "run", 4, 0, writes=False, quiet=False) as monitor:
+        monitor.step(1, result(1.0), 0.5, 8, USAGE)
+        monitor.evaluation(1, 1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Monitor(tmp_path, 2, 0, writes=True, quiet=False) as monitor:
+        monitor.step(1, result(1.25), 0.5, 8, USAGE)
+        monitor.step(2, result(1.0, skipped=True), 0.5, 16, USAGE)
+        monitor.evaluation(2, 0.75)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "step 2: held-out loss 0.7500 nats per token" in told.err
+    assert "loss 1.0000" in told.err
+    assert "16 tokens/s" in told.err
+
+
+def test_quiet_tells_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Monitor(tmp_path, 1, 0, writes=True, quiet=True) as monitor:
+        monitor.step(1, result(1.0), 0.5, 8, USAGE)
+    assert capsys.readouterr() == ("", "")

@@ -1,0 +1,214 @@
+"""Ways to break the rules of DESIGN.md section 2, each as a patch to apply in a rank's process while it trains."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+from longspan import Mask
+from longspan.attention import executor, operators
+from longspan.attention.context import Sequence as Sharded
+from longspan.attention.merge import merge_
+from longspan.data import Batch
+from longspan.train import step as training
+from longspan.train.step import TrainStep
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _sharding(before: Callable[[Tensors], Tensors], after: Callable[[Tensors], Tensors]) -> AbstractContextManager[Any]:
+    """Change the global tensors before, or this rank's after they are sharded."""
+    shard = Sharded.shard
+
+    def broken(self: Sharded, x: Mapping[str, torch.Tensor], dim: int) -> Tensors:
+        return after(dict(shard(self, before(dict(x)), dim)))
+
+    return patch.object(Sharded, "shard", broken)
+
+
+def _same(tensors: Tensors) -> Tensors:
+    return tensors
+
+
+def shift_after_sharding() -> AbstractContextManager[Any]:
+    def shift(local: Tensors) -> Tensors:
+        ids = local["input_ids"]
+        return local | {"labels": torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], -100)), 1)}
+
+    return _sharding(_same, shift)
+
+
+def shift_twice() -> AbstractContextManager[Any]:
+    def shift(whole: Tensors) -> Tensors:
+        labels = whole["labels"]
+        return whole | {"labels": torch.cat((labels[:, 1:], torch.full_like(labels[:, :1], -100)), 1)}
+
+    return _sharding(shift, _same)
+
+
+def a_target_across_documents() -> AbstractContextManager[Any]:
+    def shift(whole: Tensors) -> Tensors:
+        ids = whole["input_ids"]
+        return whole | {"labels": torch.cat((ids[:, 1:], torch.full_like(ids[:, :1], -100)), 1)}
+
+    return _sharding(shift, _same)
+
+
+def local_positions() -> AbstractContextManager[Any]:
+    return _sharding(
+        _same, lambda local: local | {"position_ids": torch.arange(local["input_ids"].shape[1])[None]}
+    )
+
+
+def positions_of_the_row() -> AbstractContextManager[Any]:
+    """They do not restart in every document."""
+    return _sharding(lambda whole: whole | {"position_ids": torch.arange(whole["input_ids"].shape[1])[None]}, _same)
+
+
+def _backward(denominator: Callable[[TrainStep, Sequence[Batch], Batch], float]) -> AbstractContextManager[Any]:
+    """A step whose losses are each divided by what `denominator` says, then averaged by the wrapper."""
+
+    def backward(self: TrainStep, batches: Sequence[Batch]) -> tuple[float, int, int]:
+        self.optimizer.zero_grad()
+        targets, tokens = self._sum_over_dp([sum(b.num_targets for b in batches), sum(b.seq_len for b in batches)])
+        total = torch.zeros((), dtype=torch.float64)
+        for index, batch in enumerate(batches):
+            self._sync_gradients(index == len(batches) - 1)
+            loss = self.loss_sum(batch) / denominator(self, batches, batch)
+            (loss * self.scale.value).backward()
+            total += loss.detach().double() / self.everyone.size()
+        dist.all_reduce(total)
+        return float(total), targets, tokens
+
+    return patch.object(TrainStep, "backward", backward)
+
+
+def _local_targets(step: TrainStep, batch: Batch) -> int:
+    with step.cp.sequence(Mask.causal(batch.seq_len)) as sequence:
+        return int((sequence.shard(batch.tensors(), dim=1)["labels"] != -100).sum())
+
+
+def mean_of_the_means_of_ranks() -> AbstractContextManager[Any]:
+    return _backward(lambda step, batches, _: sum(_local_targets(step, batch) for batch in batches))
+
+
+def mean_of_the_means_of_micro_batches() -> AbstractContextManager[Any]:
+    return _backward(
+        lambda step, batches, batch: step._sum_over_dp([batch.num_targets])[0] * len(batches) / step.everyone.size()
+    )
+
+
+def mean_of_the_means_of_both() -> AbstractContextManager[Any]:
+    return _backward(lambda step, batches, batch: max(1, _local_targets(step, batch)) * len(batches))
+
+
+def average_of_the_wrapper_not_undone() -> AbstractContextManager[Any]:
+    return patch.object(training, "mean_loss_scale", lambda targets, _: 1 / targets)
+
+
+def dropped_document_boundaries() -> AbstractContextManager[Any]:
+    return patch.object(
+        training, "masks_of", lambda batch, names: {name: Mask.causal(batch.seq_len) for name in names}
+    )
+
+
+def one_dropped_document_boundary() -> AbstractContextManager[Any]:
+    def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
+        first, second, *others = (*batch.lengths, 0)
+        return {name: Mask.documents([first + second, *others]) for name in names}
+
+    return patch.object(training, "masks_of", masks_of)
+
+
+def _sent_home(spoil: Callable[[Any], None]) -> AbstractContextManager[Any]:
+    """Spoil the partial gradients of another rank's keys and values before they leave this rank."""
+    hand_over = executor._Travelling.hand_over
+
+    def broken(self: Any, *arguments: Any) -> None:
+        self.arrive()
+        spoil(self)
+        hand_over(self, *arguments)
+
+    return patch.object(executor._Travelling, "hand_over", broken)
+
+
+def gradient_of_keys_dropped() -> AbstractContextManager[Any]:
+    return _sent_home(lambda travelling: travelling.here[0].rows().zero_())
+
+
+def gradient_of_values_dropped() -> AbstractContextManager[Any]:
+    return _sent_home(lambda travelling: travelling.here[1].rows().zero_())
+
+
+def gradients_in_wrong_rows() -> AbstractContextManager[Any]:
+    def flip(travelling: Any) -> None:
+        for gradient in travelling.here:
+            gradient.rows().copy_(gradient.rows().flip(0))
+
+    return _sent_home(flip)
+
+
+def gradients_left_on_the_wrong_rank() -> AbstractContextManager[Any]:
+    """The rank that computed them adds them to its own rows, and sends nothing home but zeros."""
+    left: list[list[torch.Tensor]] = []
+
+    def keep(travelling: Any) -> None:
+        left.append([gradient.rows().clone() for gradient in travelling.here])
+        for gradient in travelling.here:
+            gradient.rows().zero_()
+
+    run_backward = operators.run_backward
+
+    def run_and_add(*arguments: Any) -> tuple[torch.Tensor, ...]:
+        left.clear()
+        dq, *own, dsink = run_backward(*arguments)
+        for parts in left:
+            for mine, part in zip(own, parts, strict=True):  # (B, K, T, D) and rows first
+                rows = min(mine.shape[2], part.shape[0])
+                mine[:, :, :rows] += part[:rows].permute(1, 2, 0, 3).to(mine.dtype)
+        return dq, *own, dsink
+
+    @contextmanager
+    def both() -> Iterator[None]:
+        with _sent_home(keep), patch.object(operators, "run_backward", run_and_add):
+            yield
+
+    return both()
+
+
+def partial_results_added_without_their_weights() -> AbstractContextManager[Any]:
+    def average(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+        merge_(out, lse, part, part_lse.clone().fill_(0.0))
+
+    return patch.object(executor, "merge_", average)
+
+
+FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    fault.__name__: fault
+    for fault in (
+        shift_after_sharding,
+        shift_twice,
+        a_target_across_documents,
+        local_positions,
+        positions_of_the_row,
+        mean_of_the_means_of_ranks,
+        mean_of_the_means_of_micro_batches,
+        mean_of_the_means_of_both,
+        average_of_the_wrapper_not_undone,
+        dropped_document_boundaries,
+        one_dropped_document_boundary,
+        gradient_of_keys_dropped,
+        gradient_of_values_dropped,
+        gradients_in_wrong_rows,
+        gradients_left_on_the_wrong_rank,
+        partial_results_added_without_their_weights,
+    )
+}
+
+
+def breaking(fault: str) -> AbstractContextManager[Any]:
+    """The patch of that name; "nothing" breaks nothing."""
+    return nullcontext() if fault == "nothing" else FAULTS[fault]()
