@@ -98,7 +98,9 @@ def _measure(case: Case, group: dist.ProcessGroup, repeats: int, most: int) -> d
 
 def _inputs(case: Case) -> list[torch.Tensor]:
     torch.manual_seed(0)
-    shapes = [(1, heads, case.seq_len, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)]
+    shapes = [
+        (1, heads, case.seq_len, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    ]
     return [torch.randn(shape).to(getattr(torch, case.dtype)) for shape in shapes]
 
 

@@ -32,7 +32,9 @@ def main(seq_len: int, cp: int, config: Path, output: Path | None) -> None:
     one = launch(peak_of_step, (loaded, 1, seq_len), 1)
     many = launch(peak_of_step, (loaded, cp, seq_len), cp)
     worst = max(many)
-    click.echo(f"S={seq_len:,}: cp=1 {one[0] / 2**20:.1f} MiB, cp={cp} at most {worst / 2**20:.1f} MiB: {worst / one[0]:.3f}")
+    click.echo(
+        f"S={seq_len:,}: cp=1 {one[0] / 2**20:.1f} MiB, cp={cp} at most {worst / 2**20:.1f} MiB: {worst / one[0]:.3f}"
+    )
     save(output, {"seq_len": seq_len, "cp": cp, "one": one, "many": many, "ratio": worst / one[0]})
 
 

@@ -1,6 +1,6 @@
 """How long one rank's share takes to plan, layout and mask included, on one core.
 
-    python -m benchmarks.planning
+python -m benchmarks.planning
 """
 
 import statistics
@@ -26,7 +26,10 @@ def main(repeats: int) -> None:
         ("one document, 1,024 ranks", 1024, [S]),
     ]
     for name, ranks, lengths in cases:
-        rows = [statistics.median(_time(ranks, lengths, rank) for _ in range(repeats)) for rank in (0, ranks // 2, ranks - 1)]
+        rows = [
+            statistics.median(_time(ranks, lengths, rank) for _ in range(repeats))
+            for rank in (0, ranks // 2, ranks - 1)
+        ]
         click.echo(f"S={S:,} zigzag, {name}: " + ", ".join(f"{1e3 * seconds:.1f} ms" for seconds in rows))
 
 

@@ -1,0 +1,60 @@
+"""README and guides say what is true: their commands run, their code is the example that runs, their folders exist."""
+
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from longspan.cli.main import main
+from longspan.train.config import TrainConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def _commands():
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            command = line.split("   #")[0].strip()
+            if line.startswith("    longspan ") and command.split()[1] in ("plan", "show"):
+                yield pytest.param(command, id=f"{page.name}: {command}")
+
+
+@pytest.mark.parametrize("command", list(_commands()))
+def test_planning_commands_run(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs" / "concepts").mkdir(parents=True)
+    result = CliRunner().invoke(main, shlex.split(command)[1:], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+
+
+def test_the_python_of_the_readme_is_the_example():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block == (ROOT / "examples" / "attend.py").read_text()
+
+
+def test_the_example_runs_on_two_ranks():
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", ROOT / "examples" / "attend.py"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    lines = sorted(line for line in output.splitlines() if line.startswith("rank"))
+    assert [line.split(",")[0] for line in lines] == ["rank 0: (1", "rank 1: (1"]
+    assert all("(1, 8, 2048, 64) of (1, 8, 4096, 64)" in line for line in lines)
+    means = {line.rsplit(" ", 1)[1] for line in lines}
+    assert len(means) == 1
+
+
+def test_the_file_tour_names_the_folders():
+    tour = (ROOT / "README.md").read_text().split("## The files")[1].split("##")[0]
+    named = set(re.findall(r"^      (\w+)/", tour, re.M))
+    assert named == {path.name for path in (ROOT / "src" / "longspan").iterdir() if (path / "__init__.py").exists()}
+
+
+def test_the_toml_of_the_guide_is_a_configuration():
+    (block,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "guides" / "train.md").read_text(), re.S)
+    assert TrainConfig.model_validate(tomllib.loads(block)).parallel.cp == 8
