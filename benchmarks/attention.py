@@ -1,6 +1,6 @@
 """Attention at cp=2, one thread a rank, beside `scaled_dot_product_attention` in one process with two threads.
 
-    python -m benchmarks.attention [--repeats 9] [--json out.json]
+    python -m benchmarks.attention [--repeats 9] [--only bfloat16] [--json out.json]
 
 Three processes in one world: two ranks of the CP group and one for SDPA; who is not measured sleeps in a barrier. Repeats
 alternate which of the two goes first. The outputs and gradients are compared before anything is timed.
@@ -43,9 +43,10 @@ CASES = [Case(dtype, 8, kv) for dtype in ("float32", "bfloat16") for kv in (8, 2
 @click.command(help=__doc__)
 @click.option("--repeats", default=9, show_default=True, help="Repeats to keep per case.")
 @click.option("--most", default=25, show_default=True, help="Repeats to try at most.")
+@click.option("--only", default="", help="Cases whose name holds this.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
-def main(repeats: int, most: int, output: Path | None) -> None:
-    results = launch(measure, (CASES, repeats, most), 3)
+def main(repeats: int, most: int, only: str, output: Path | None) -> None:
+    results = launch(measure, ([case for case in CASES if only in str(case)], repeats, most), 3)
     for result in results:
         click.echo(f"{result['case']}: longspan / SDPA {result['ratio']}, dropped {result['dropped']} repeats")
         click.echo(f"  SDPA {result['sdpa_seconds']} s, longspan {result['longspan_seconds']} s; {result['parts']}")

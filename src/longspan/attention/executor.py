@@ -2,8 +2,9 @@
 
     B batch, H query heads, K KV heads, T slots of this rank, D head dim, R rows of a buffer
 
-Buffers that travel are "rows first", `(R, B, K, D)`: any run of rows is contiguous, and a view gives a kernel its
-`(B, K, R, D)`. Partial results are merged in the plan's order, in at least fp32.
+Keys and values travel head by head, `(B, K, R, D)`, as kernels read them fastest. Gradients are summed and travel rows first,
+`(R, B, K, D)`, as kernels write them: any run of rows is contiguous. Partial results are merged in the plan's order, in at
+least fp32.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +22,7 @@ from longspan.plan import bands as algebra
 
 Tensor = torch.Tensor
 Rows = tuple[Tensor, Tensor]
-"""Keys and values of a buffer, rows first: `(R, B, K, D)` and `(R, B, K, Dv)`."""
+"""Keys and values of a buffer: `(B, K, R, D)` and `(B, K, R, Dv)`."""
 _KVGradient: TypeAlias = "tuple[_Gradient, _Gradient]"
 
 
@@ -50,7 +51,7 @@ def run_forward(
     kernel = choose_kernel(share.kernel, q, k, v)
     with call("forward", share.route, kernel.name, share.work.rank, timed=q.device.type == "cpu") as meter:
         result = _Output(q, v)
-        for step, _, (keys, values) in _relay(share, (_rows_first(k), _rows_first(v)), meter):
+        for step, _, (keys, values) in _relay(share, (k, v), meter):
             for tile in _pieces(kernel, step.tiles, q.device):
                 with meter.spend("kernels"):
                     out, lse = kernel.forward(
@@ -81,8 +82,8 @@ def run_backward(
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
     kernel = choose_kernel(share.kernel, q, k, v)
     with call("backward", share.route, kernel.name, share.work.rank, timed=q.device.type == "cpu") as meter:
-        dq = _Gradient(q)
-        home = (_Gradient(k), _Gradient(v))
+        dq = _Gradient(q, q.shape[2])
+        home = (_Gradient(k, k.shape[2]), _Gradient(v, v.shape[2]))
 
         def compute(step: Step, rows: Rows, gradients: _KVGradient, arrived: Callable[[], None]) -> None:
             for tile in _pieces(kernel, step.tiles, q.device):
@@ -100,15 +101,14 @@ def run_backward(
                 del dq_tile, dk_tile, dv_tile
             arrived()
 
-        own = (_rows_first(k), _rows_first(v))
         travelling = _Travelling(share, home, meter)
-        for step, following, rows in _relay(share, own, meter):
+        for step, following, rows in _relay(share, (k, v), meter):
             if step is share.work.steps[0]:
                 travelling.expect(following, rows)
             else:
                 compute(step, rows, travelling.here, travelling.arrive)
                 travelling.hand_over(step, following, rows)
-        compute(share.work.steps[0], own, home, lambda: None)
+        compute(share.work.steps[0], (k, v), home, lambda: None)
         travelling.bring_home()
         if sink is None:
             dsink = q.new_empty(0)
@@ -128,12 +128,12 @@ def _relay(share: Share, own: Rows, meter: Call) -> Iterator[tuple[Step, Step | 
         hop = Hop()
         arriving = rows
         if step.send is not None:
-            hop.sends += [(step.send.peer, _pick(x, step.send.runs)) for x in rows]
+            hop.sends += [(step.send.peer, part) for x in rows for part in _messages(x, step.send)]
         if following is not None:
             arriving = _buffers(following.rows, rows)
             if following.recv is not None:
                 meter.rows_received += following.rows
-                hop.receives += [(following.recv.peer, x) for x in arriving]
+                hop.receives += [(following.recv.peer, part) for x in arriving for part in _messages(x, following.recv)]
         flight = hop.post(share.group, meter)
         del hop
         yield step, following, rows
@@ -254,10 +254,10 @@ class _Output:
 class _Gradient:
     """A sum of tile gradients, rows first, in at least fp32. The first tile is taken as it is where it covers all rows."""
 
-    def __init__(self, like: Tensor, rows: int | None = None) -> None:
-        """`like` is `(B, K, T, D)`, or rows first when `rows` gives their number."""
-        B, K, T, D = like.shape if rows is None else (like.shape[1], like.shape[2], rows, like.shape[3])
-        self._like, self._shape = like, (T, B, K, D)
+    def __init__(self, like: Tensor, rows: int) -> None:
+        """For `rows` rows of a tensor like `like (B, K, *, D)`."""
+        B, K, _, D = like.shape
+        self._like, self._shape = like, (rows, B, K, D)
         self._sum: Tensor | None = None
 
     def add(self, start: int, stop: int, part: Tensor) -> None:
@@ -303,8 +303,8 @@ def _queries(x: Tensor, tile: Tile) -> Tensor:
     return x[:, :, tile.q0 : tile.q1]
 
 
-def _keys(rows: Tensor, tile: Tile) -> Tensor:
-    return _from_rows_first(rows[tile.k0 : tile.k1])
+def _keys(x: Tensor, tile: Tile) -> Tensor:
+    return x[:, :, tile.k0 : tile.k1]
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -323,8 +323,21 @@ def _from_rows_first(rows: Tensor) -> Tensor:
 
 
 def _buffers(rows: int, like: Rows) -> Rows:
-    keys, values = (x.new_empty(rows, *x.shape[1:]) for x in like)
+    keys, values = (x.new_empty(*x.shape[:2], rows, x.shape[3]) for x in like)
     return keys, values
+
+
+def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
+    """Rows of `x (B, K, R, D)` as contiguous messages: all of them or, head by head, a run of them without a copy; else packed.
+
+    For a transfer that arrives, the same messages as places to fill.
+    """
+    if transfer.by_head:
+        start, stop = transfer.runs[0]
+        return [head[start:stop] for head in x.flatten(0, 1)]
+    if len(transfer.runs) == 1:
+        return [x[:, :, transfer.runs[0][0] : transfer.runs[0][1]].contiguous()]
+    return [torch.cat([x[:, :, start:stop] for start, stop in transfer.runs], dim=2)]
 
 
 def _pick(rows: Tensor, runs: Runs) -> Tensor:

@@ -8,7 +8,7 @@ backward            dKV ->   dKV ->   dKV         partial gradients start at the
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -74,15 +74,18 @@ class Ring:
         if distance == 0:
             tiles = tuple(Tile(*row) for row in block.tolist())
             return Step(source, slots, tiles, send=_transfer(following, own, 0, lambda near, far: far > 0))
-        here = [row for row in self._rows[source] if row[3] >= distance]
+        before = [row for row in self._rows[source] if row[3] >= distance - 1]
+        here = [row for row in before if row[3] >= distance]
         rows = sum(row[1] - row[0] for row in here)
+        arrived = _transfer(previous, before, 1, lambda near, far: far >= distance)
+        onwards = _transfer(following, here, 1, lambda near, far: far > distance)
         home = (rank + onward * distance) % ranks
         return Step(
             source,
             rows,
             _renumber(block, here),
-            recv=Transfer(previous, ((0, rows),)) if rows else None,
-            send=_transfer(following, here, 1, lambda near, far: far > distance),
+            recv=Transfer(previous, ((0, rows),), distance > 1 and _is_cut(arrived, before)) if arrived else None,
+            send=None if onwards is None else replace(onwards, by_head=_is_cut(onwards, here)),
             grad_recv=_transfer(previous, here, 1, lambda near, far: near < distance),
             grad_send=_transfer(following, here, 1, lambda near, far: near <= distance < far),
             home_send=_transfer(source, here, 1, lambda near, far: far == distance),
@@ -104,6 +107,11 @@ def _transfer(peer: int, rows: Sequence[_Row], packed: int, wanted: Callable[[in
             else:
                 runs.append((first, last))
     return Transfer(peer, tuple(runs)) if runs else None
+
+
+def _is_cut(transfer: Transfer, buffer: Sequence[_Row]) -> bool:
+    """Whether the rows are one run of a buffer, but not all of it."""
+    return len(transfer.runs) == 1 and transfer.rows < sum(stop - start for start, stop, _, _ in buffer)
 
 
 def _renumber(block: np.ndarray, here: Sequence[_Row]) -> tuple[Tile, ...]:

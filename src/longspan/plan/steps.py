@@ -46,10 +46,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Rows between this rank and `peer`; `runs` number rows of the buffer they leave or enter."""
+    """Rows between this rank and `peer`; `runs` number rows of the buffer they leave or enter.
+
+    `by_head`: the rows are one run, but not all, of a buffer that lies head by head, and travel as a message a head.
+    """
 
     peer: int
     runs: Runs
+    by_head: bool = False
 
     @property
     def rows(self) -> int:
