@@ -9,12 +9,12 @@ least fp32.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import torch
 
 from longspan.attention.kernel import Kernel, choose_kernel
-from longspan.attention.merge import accumulation_dtype, merge_, merge_sink_, sink_gradient
+from longspan.attention.merge import sink_gradient
+from longspan.attention.sums import Gradient, Output
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import Call, call
 from longspan.plan import Plan, RankPlan, Runs, Step, Tile, Transfer
@@ -23,7 +23,7 @@ from longspan.plan import bands as algebra
 Tensor = torch.Tensor
 Rows = tuple[Tensor, Tensor]
 """Keys and values of a buffer: `(B, K, R, D)` and `(B, K, R, Dv)`."""
-_KVGradient: TypeAlias = "tuple[_Gradient, _Gradient]"
+KVGradient = tuple[Gradient, Gradient]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def run_forward(
     q, k, v = map(_dense_rows, (q, k, v))
     kernel = choose_kernel(share.kernel, q, k, v)
     with call("forward", share.route, kernel.name, share.work.rank, timed=q.device.type == "cpu") as meter:
-        result = _Output(q, v)
+        result = Output(q, v)
         for step, _, (keys, values) in _relay(share, (k, v), meter):
             for tile in _pieces(kernel, step.tiles, q.device):
                 with meter.spend("kernels"):
@@ -82,10 +82,10 @@ def run_backward(
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
     kernel = choose_kernel(share.kernel, q, k, v)
     with call("backward", share.route, kernel.name, share.work.rank, timed=q.device.type == "cpu") as meter:
-        dq = _Gradient(q, q.shape[2])
-        home = (_Gradient(k, k.shape[2]), _Gradient(v, v.shape[2]))
+        dq = Gradient(q, q.shape[2])
+        home = (Gradient(k, k.shape[2]), Gradient(v, v.shape[2]))
 
-        def compute(step: Step, rows: Rows, gradients: _KVGradient, arrived: Callable[[], None]) -> None:
+        def compute(step: Step, rows: Rows, gradients: KVGradient, arrived: Callable[[], None]) -> None:
             for tile in _pieces(kernel, step.tiles, q.device):
                 with meter.spend("kernels"):
                     dq_tile, dk_tile, dv_tile = kernel.backward(
@@ -146,7 +146,7 @@ class _Incoming:
     """Messages under way; what arrives packed is added to rows of its target once it is here."""
 
     flight: Flight
-    packed: list[tuple[Tensor, "_Gradient", Runs]] = field(default_factory=list)
+    packed: list[tuple[Tensor, Gradient, Runs]] = field(default_factory=list)
 
     def wait(self, meter: Call) -> None:
         self.flight.wait(meter)
@@ -162,11 +162,11 @@ class _Travelling:
     Beside the buffer in use and the one that arrives, what came home waits packed, as few rows as did.
     """
 
-    def __init__(self, share: Share, home: _KVGradient, meter: Call) -> None:
+    def __init__(self, share: Share, home: KVGradient, meter: Call) -> None:
         self._share, self._home, self._meter = share, home, meter
         self._arriving = self._homing = _Incoming(Flight([], Hop()))
         self._returned: list[_Incoming] = []
-        self.here: _KVGradient = home
+        self.here: KVGradient = home
 
     def expect(self, step: Step | None, like: Rows) -> None:
         """Before any gradient has been computed: make room for those of the first step that is not our own."""
@@ -199,94 +199,22 @@ class _Travelling:
     def _next(self, onwards: Hop, following: Step | None, like: Rows) -> _Incoming:
         if following is None:
             return self._receive(onwards, None, self.here)
-        self.here = (_Gradient(like[0], following.rows), _Gradient(like[1], following.rows))
+        self.here = (Gradient(like[0], following.rows), Gradient(like[1], following.rows))
         return self._receive(onwards, following.grad_recv, self.here)
 
-    def _receive(self, hop: Hop, transfer: Transfer | None, gradients: _KVGradient, in_place: bool = True) -> _Incoming:
+    def _receive(self, hop: Hop, transfer: Transfer | None, gradients: KVGradient, in_place: bool = True) -> _Incoming:
         """Post `hop`, with rows that arrive for `gradients`: straight into place if they are one run, else packed."""
         packed = []
-        for gradient in gradients if transfer is not None else ():
-            assert transfer is not None
-            if in_place and len(transfer.runs) == 1:
-                start, stop = transfer.runs[0]
-                rows = gradient.rows()[start:stop]
-            else:
-                rows = gradient.buffer(transfer.rows)
-                packed.append((rows, gradient, transfer.runs))
-            hop.receives.append((transfer.peer, rows))
+        if transfer is not None:
+            for gradient in gradients:
+                if in_place and len(transfer.runs) == 1:
+                    start, stop = transfer.runs[0]
+                    rows = gradient.rows()[start:stop]
+                else:
+                    rows = gradient.buffer(transfer.rows)
+                    packed.append((rows, gradient, transfer.runs))
+                hop.receives.append((transfer.peer, rows))
         return _Incoming(hop.post(self._share.group, self._meter), packed)
-
-
-class _Output:
-    """The attention output of this rank's queries so far, `(B, H, T, Dv)` and `(B, H, T)`, merged in place."""
-
-    def __init__(self, q: Tensor, v: Tensor) -> None:
-        self._like = q
-        self._shape = (*q.shape[:3], v.shape[3])
-        self._sum: tuple[Tensor, Tensor] | None = None
-
-    def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        """Merge one tile. The first is taken as it is where it covers all rows."""
-        if self._sum is None and tile.q1 - tile.q0 == self._shape[2]:
-            self._sum = out, lse
-            return
-        so_far, so_far_lse = self._sum = self._wide()
-        rows = slice(tile.q0, tile.q1)
-        merge_(so_far[:, :, rows], so_far_lse[:, :, rows], out, lse)
-
-    def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Out in the type of q, and lse."""
-        out, lse = self._sum if self._sum is not None and sink is None else self._wide()
-        if sink is not None:
-            merge_sink_(out, lse, sink)
-        return out.to(self._like.dtype).contiguous(), lse.contiguous()
-
-    def _wide(self) -> tuple[Tensor, Tensor]:
-        wide = accumulation_dtype(self._like.dtype)
-        if self._sum is None:
-            return (
-                self._like.new_zeros(self._shape, dtype=wide),
-                self._like.new_full(self._shape[:3], float("-inf"), dtype=wide),
-            )
-        return self._sum[0].to(wide), self._sum[1]
-
-
-class _Gradient:
-    """A sum of tile gradients, rows first, in at least fp32. The first tile is taken as it is where it covers all rows."""
-
-    def __init__(self, like: Tensor, rows: int) -> None:
-        """For `rows` rows of a tensor like `like (B, K, *, D)`."""
-        B, K, _, D = like.shape
-        self._like, self._shape = like, (rows, B, K, D)
-        self._sum: Tensor | None = None
-
-    def add(self, start: int, stop: int, part: Tensor) -> None:
-        """Add `part (B, K, stop - start, D)` to those rows."""
-        part = _rows_first(part)
-        if self._sum is None and stop - start == self._shape[0]:
-            self._sum = part.to(accumulation_dtype(part.dtype)).contiguous()
-        else:
-            self.rows()[start:stop] += part
-
-    def add_runs(self, runs: Runs, packed: Tensor) -> None:
-        """Add rows that lie one after the other in `packed` to those of `runs`."""
-        target = self.rows()
-        for (start, stop), part in zip(runs, torch.split(packed, [b - a for a, b in runs]), strict=True):
-            target[start:stop] += part
-
-    def buffer(self, rows: int) -> Tensor:
-        """Room for that many rows, like those of the sum."""
-        return self._like.new_empty(rows, *self._shape[1:], dtype=accumulation_dtype(self._like.dtype))
-
-    def rows(self) -> Tensor:
-        """The sum so far, `(T, B, K, D)`."""
-        if self._sum is None:
-            self._sum = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
-        return self._sum
-
-    def finish(self) -> Tensor:
-        """`(B, K, T, D)` in the type of the input."""
-        return _from_rows_first(self.rows().to(self._like.dtype))
 
 
 def _pieces(kernel: Kernel, tiles: Sequence[Tile], device: torch.device) -> Iterator[Tile]:
@@ -310,16 +238,6 @@ def _keys(x: Tensor, tile: Tile) -> Tensor:
 def _dense_rows(x: Tensor) -> Tensor:
     """`x` with neighbouring elements in its last dim, which flash kernels take for granted without looking."""
     return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _rows_first(x: Tensor) -> Tensor:
-    """`(B, K, T, D)` seen as `(T, B, K, D)`."""
-    return x.permute(2, 0, 1, 3)
-
-
-def _from_rows_first(rows: Tensor) -> Tensor:
-    """`(T, B, K, D)` seen as `(B, K, T, D)`."""
-    return rows.permute(1, 2, 0, 3)
 
 
 def _buffers(rows: int, like: Rows) -> Rows:

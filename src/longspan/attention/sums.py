@@ -1,0 +1,83 @@
+"""What adds up over the tiles of a call: the output with its log-sum-exp, and gradients. In at least fp32, in place.
+
+B batch, H query heads, K KV heads, T slots of this rank, D head dim
+"""
+
+import torch
+
+from longspan.attention.merge import accumulation_dtype, merge_, merge_sink_
+from longspan.plan import Runs, Tile
+
+Tensor = torch.Tensor
+
+
+class Output:
+    """The attention output of this rank's queries so far, `(B, H, T, Dv)` and `(B, H, T)`, merged in place."""
+
+    def __init__(self, q: Tensor, v: Tensor) -> None:
+        self._like = q
+        self._shape = (*q.shape[:3], v.shape[3])
+        self._sum: tuple[Tensor, Tensor] | None = None
+
+    def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
+        """Merge one tile. The first is taken as it is where it covers all rows."""
+        if self._sum is None and tile.q1 - tile.q0 == self._shape[2]:
+            self._sum = out, lse
+            return
+        so_far, so_far_lse = self._sum = self._wide()
+        rows = slice(tile.q0, tile.q1)
+        merge_(so_far[:, :, rows], so_far_lse[:, :, rows], out, lse)
+
+    def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Out in the type of q, and lse."""
+        out, lse = self._sum if self._sum is not None and sink is None else self._wide()
+        if sink is not None:
+            merge_sink_(out, lse, sink)
+        return out.to(self._like.dtype).contiguous(), lse.contiguous()
+
+    def _wide(self) -> tuple[Tensor, Tensor]:
+        wide = accumulation_dtype(self._like.dtype)
+        if self._sum is None:
+            return (
+                self._like.new_zeros(self._shape, dtype=wide),
+                self._like.new_full(self._shape[:3], float("-inf"), dtype=wide),
+            )
+        return self._sum[0].to(wide), self._sum[1]
+
+
+class Gradient:
+    """A sum of tile gradients, rows first, in at least fp32. The first tile is taken as it is where it covers all rows."""
+
+    def __init__(self, like: Tensor, rows: int) -> None:
+        """For `rows` rows of a tensor like `like (B, K, *, D)`."""
+        B, K, _, D = like.shape
+        self._like, self._shape = like, (rows, B, K, D)
+        self._sum: Tensor | None = None
+
+    def add(self, start: int, stop: int, part: Tensor) -> None:
+        """Add `part (B, K, stop - start, D)` to those rows."""
+        part = part.permute(2, 0, 1, 3)
+        if self._sum is None and stop - start == self._shape[0]:
+            self._sum = part.to(accumulation_dtype(part.dtype)).contiguous()
+        else:
+            self.rows()[start:stop] += part
+
+    def add_runs(self, runs: Runs, packed: Tensor) -> None:
+        """Add rows that lie one after the other in `packed` to those of `runs`."""
+        target = self.rows()
+        for (start, stop), part in zip(runs, torch.split(packed, [b - a for a, b in runs]), strict=True):
+            target[start:stop] += part
+
+    def buffer(self, rows: int) -> Tensor:
+        """Room for that many rows, like those of the sum."""
+        return self._like.new_empty(rows, *self._shape[1:], dtype=accumulation_dtype(self._like.dtype))
+
+    def rows(self) -> Tensor:
+        """The sum so far, `(T, B, K, D)`."""
+        if self._sum is None:
+            self._sum = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
+        return self._sum
+
+    def finish(self) -> Tensor:
+        """`(B, K, T, D)` in the type of the input."""
+        return self.rows().to(self._like.dtype).permute(1, 2, 0, 3)
