@@ -79,9 +79,7 @@ def rate(config: TrainConfig, step: int) -> float:
 def _block(x: Tensor, w: dict[str, Any], model: ModelConfig, window: int | None) -> Tensor:
     n = x.shape[0]
     h = _norm(x, w["input_layernorm.weight"], model)
-    q, k, v = (
-        (h @ w[f"self_attn.{name}_proj.weight"].T).view(n, -1, model.head_dim).transpose(0, 1) for name in "qkv"
-    )
+    q, k, v = ((h @ w[f"self_attn.{name}_proj.weight"].T).view(n, -1, model.head_dim).transpose(0, 1) for name in "qkv")
     if model.qk_norm:
         q, k = _norm(q, w["self_attn.q_norm.weight"], model), _norm(k, w["self_attn.k_norm.weight"], model)
     q, k = _rotate(q, model), _rotate(k, model)
@@ -103,5 +101,7 @@ def _rotate(x: Tensor, model: ModelConfig) -> Tensor:
     """Dim `d` and dim `d + D/2` are one complex number, turned by `position * theta ** (-2 d / D)`."""
     half = model.head_dim // 2
     turns = torch.arange(x.shape[1])[:, None] * model.rope_theta ** (-torch.arange(half).double() / half)
-    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(turns), turns).to(x.dtype.to_complex())
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(turns), turns).to(
+        x.dtype.to_complex()
+    )
     return torch.cat((z.real, z.imag), -1)

@@ -60,9 +60,7 @@ def stop_and_go(folder: Path, name: str, change: dict[str, Any], **first: Any) -
         train(through)
     change = CHANGES | first | change
     again = make_config(folder, run_dir=str(folder / f"{name}-{len(list(folder.iterdir()))}"), resume=True, **change)
-    shutil.copytree(
-        through.run_dir / "checkpoints" / "step-00000003", again.run_dir / "checkpoints" / "step-00000003"
-    )
+    shutil.copytree(through.run_dir / "checkpoints" / "step-00000003", again.run_dir / "checkpoints" / "step-00000003")
     prepare(again)
     summary = train(again)
     assert summary["steps"] == 6
@@ -71,7 +69,13 @@ def stop_and_go(folder: Path, name: str, change: dict[str, Any], **first: Any) -
 
 @pytest.mark.parametrize(
     ("dtype", "dp", "cp", "wrapper"),
-    [("fp32", 1, 2, "fsdp"), ("bf16", 1, 2, "fsdp"), ("fp16", 1, 2, "fsdp"), ("fp32", 2, 2, "fsdp"), ("fp64", 1, 2, "ddp")],
+    [
+        ("fp32", 1, 2, "fsdp"),
+        ("bf16", 1, 2, "fsdp"),
+        ("fp16", 1, 2, "fsdp"),
+        ("fp32", 2, 2, "fsdp"),
+        ("fp64", 1, 2, "ddp"),
+    ],
 )
 def test_resume_at_the_same_degree_bit_for_bit(folder: Path, dtype: str, dp: int, cp: int, wrapper: str) -> None:
     degrees = {"parallel__dp": dp, "parallel__cp": cp, "parallel__wrapper": wrapper}
@@ -118,7 +122,9 @@ def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:
 
 def test_steps_that_are_done_again_are_told_once(folder: Path) -> None:
     """A run killed after its last checkpoint has told steps that the resumed run does again; its last line may be cut."""
-    config = make_config(folder, run_dir=str(folder / "again"), steps=4, checkpoint_every=2, parallel__cp=2, eval_every=3)
+    config = make_config(
+        folder, run_dir=str(folder / "again"), steps=4, checkpoint_every=2, parallel__cp=2, eval_every=3
+    )
     train(config)
     whole = (config.run_dir / "metrics.jsonl").read_text()
     shutil.rmtree(config.run_dir / "checkpoints" / "step-00000004")
@@ -135,7 +141,9 @@ def metrics_of(text: str, kind: str) -> dict[int, float]:
 
 
 def test_a_checkpoint_says_where_the_run_stood(folder: Path) -> None:
-    config = make_config(folder, run_dir=str(folder / "stood"), steps=2, checkpoint_every=1, dtype="fp16", parallel__dp=2)
+    config = make_config(
+        folder, run_dir=str(folder / "stood"), steps=2, checkpoint_every=1, dtype="fp16", parallel__dp=2
+    )
     summary = train(config)
     record = checkpoint.read_record(config.run_dir / "checkpoints" / "step-00000002")
     assert (record["step"], record["tokens"], record["loader"]["row"]) == (2, summary["tokens"], 4)
@@ -241,9 +249,14 @@ def test_export_is_a_folder_that_transformers_reads(folder: Path, tied: bool) ->
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"model__qk_norm": True}, "qk_norm=True, windows=()"), ({"model__windows": [4, None]}, "qk_norm=False, windows=(4, None)")],
+    [
+        ({"model__qk_norm": True}, "qk_norm=True, windows=()"),
+        ({"model__windows": [4, None]}, "qk_norm=False, windows=(4, None)"),
+    ],
 )
-def test_a_model_that_cannot_be_exported_is_refused_before_the_run(folder: Path, change: dict[str, Any], said: str) -> None:
+def test_a_model_that_cannot_be_exported_is_refused_before_the_run(
+    folder: Path, change: dict[str, Any], said: str
+) -> None:
     with pytest.raises(SpecError) as told:
         prepare(make_config(folder, run_dir=str(folder / "never"), export=True, **change))
     assert told.value.message == f"export=true: a Llama folder cannot describe {said}"

@@ -56,7 +56,7 @@ def test_defaults(file: Path) -> None:
         (" model.width =32", lambda c: c.model.width, 32),
         ("model.windows=[8, 16]", lambda c: c.model.windows, (8, 16)),
         (
-            'model.rope_scaling={factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_positions = 64}',
+            "model.rope_scaling={factor = 8.0, low_freq_factor = 1.0, high_freq_factor = 4.0, original_max_positions = 64}",
             lambda c: c.model.rope_scaling.factor,
             8.0,
         ),

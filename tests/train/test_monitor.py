@@ -70,7 +70,9 @@ def test_pairs_and_bytes_of_every_rank_are_those_of_its_plans(done: tuple[TrainC
             assert usage["pairs"] == sum(2 * plan.area(cp_rank) for plan in plans)
             for rank, direction in ((cp_rank, "bytes_sent"), (1 - cp_rank, "bytes_received")):
                 assert usage[direction] == sum(
-                    plan.bytes(rank, phase, head_dim=8, itemsize=4) for plan in plans for phase in ("forward", "backward")
+                    plan.bytes(rank, phase, head_dim=8, itemsize=4)
+                    for plan in plans
+                    for phase in ("forward", "backward")
                 )
 
 
@@ -86,7 +88,9 @@ def test_tensorboard_has_the_same_values(done: tuple[TrainConfig, list[dict[str,
     steps = {line["step"]: line for line in lines if "ranks" in line}
     for name in ("loss", "grad_norm", "learning_rate"):
         assert shown[f"train/{name}"] == pytest.approx({step: line[name] for step, line in steps.items()}, rel=1e-6)
-    assert shown["speed/tokens_per_second"] == pytest.approx({s: l["tokens_per_second"] for s, l in steps.items()}, rel=1e-6)
+    assert shown["speed/tokens_per_second"] == pytest.approx(
+        {step: line["tokens_per_second"] for step, line in steps.items()}, rel=1e-6
+    )
     assert shown["heldout/loss"] == pytest.approx(
         {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}, rel=1e-6
     )

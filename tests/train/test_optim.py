@@ -92,6 +92,12 @@ def test_first_loss_scale(dtype: str, value: float) -> None:
     assert LossScale.of_dtype(dtype).value == value
 
 
+@pytest.mark.parametrize(("ranks", "value"), [(1, 65536.0), (2, 32768.0), (3, 16384.0), (4, 16384.0), (5, 8192.0)])
+def test_first_loss_scale_makes_room_for_the_average_over_ranks(ranks: int, value: float) -> None:
+    assert LossScale.of_dtype("fp16", ranks).value == value
+    assert LossScale.of_dtype("fp32", ranks).value == 1.0
+
+
 def test_loss_scale_transitions() -> None:
     scale = LossScale(value=4.0, patience=2)
     told = []

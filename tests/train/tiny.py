@@ -12,7 +12,15 @@ from longspan.train.config import TrainConfig
 Document = tuple[list[int], list[int]]
 """Token ids, and for each whether it is to be predicted."""
 
-MODEL = {"vocab_size": 256, "width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "ffn_width": 32, "init_std": 0.3}
+MODEL = {
+    "vocab_size": 256,
+    "width": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "ffn_width": 32,
+    "init_std": 0.3,
+}
 
 
 def write_corpus(folder: Path, documents: int = 40, seed: int = 0) -> Path:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longspan import Mask
-from longspan.attention import executor, operators
+from longspan.attention import executor, operators, sums
 from longspan.attention.context import Sequence as Sharded
 from longspan.attention.merge import merge_
 from longspan.data import Batch
@@ -58,9 +58,7 @@ def a_target_across_documents() -> AbstractContextManager[Any]:
 
 
 def local_positions() -> AbstractContextManager[Any]:
-    return _sharding(
-        _same, lambda local: local | {"position_ids": torch.arange(local["input_ids"].shape[1])[None]}
-    )
+    return _sharding(_same, lambda local: local | {"position_ids": torch.arange(local["input_ids"].shape[1])[None]})
 
 
 def positions_of_the_row() -> AbstractContextManager[Any]:
@@ -110,9 +108,7 @@ def average_of_the_wrapper_not_undone() -> AbstractContextManager[Any]:
 
 
 def dropped_document_boundaries() -> AbstractContextManager[Any]:
-    return patch.object(
-        training, "masks_of", lambda batch, names: {name: Mask.causal(batch.seq_len) for name in names}
-    )
+    return patch.object(training, "masks_of", lambda batch, names: {name: Mask.causal(batch.seq_len) for name in names})
 
 
 def one_dropped_document_boundary() -> AbstractContextManager[Any]:
@@ -183,7 +179,7 @@ def partial_results_added_without_their_weights() -> AbstractContextManager[Any]
     def average(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
         merge_(out, lse, part, part_lse.clone().fill_(0.0))
 
-    return patch.object(executor, "merge_", average)
+    return patch.object(sums, "merge_", average)
 
 
 FAULTS: dict[str, Callable[[], AbstractContextManager[Any]]] = {

@@ -23,7 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"accumulation": 2, "parallel__dp": 2, "rows_per_batch": 2}, {"model__windows": [5, None]}, {"model__tie_embeddings": True}],
+    [
+        {},
+        {"accumulation": 2, "parallel__dp": 2, "rows_per_batch": 2},
+        {"model__windows": [5, None]},
+        {"model__tie_embeddings": True},
+    ],
 )
 def test_losses_norms_and_gradients(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     config = make_config(folder, **changes)

@@ -25,7 +25,9 @@ class Files:
         self._count += 1
         path = self._folder / f"{self._count}.safetensors"
         tensors = gradients or {"a": [1.0, -8.0], "b": [[0.5]]}
-        Evidence.write_gradients(path, {name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()})
+        Evidence.write_gradients(
+            path, {name: torch.tensor(value, dtype=torch.float64) for name, value in tensors.items()}
+        )
         return Evidence(list(losses), list(norms), ["same"] * len(losses), path)
 
 
@@ -50,7 +52,9 @@ def test_equal_sides_pass(make: Files) -> None:
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp64", 1e-9), ("fp32", 1e-4)])
 @pytest.mark.parametrize(("part", "passed"), [(0.99, True), (1.01, False)])
 @pytest.mark.parametrize("where", ["first loss", "last loss", "first norm", "last norm", "gradient"])
-def test_edges_of_exact_tolerances(make: Files, dtype: str, tolerance: float, part: float, passed: bool, where: str) -> None:
+def test_edges_of_exact_tolerances(
+    make: Files, dtype: str, tolerance: float, part: float, passed: bool, where: str
+) -> None:
     off = 1 + part * tolerance
     seen = {
         "first loss": lambda: make(losses=(2.0 * off, 1.0)),
@@ -113,12 +117,13 @@ def test_half_precision_may_err_twice_as_much_as_on_one_rank(
 ) -> None:
     """CP=1 in the type errs by 1/100: CP=N may by 2/100 and half a spacing, by no more."""
     off = part * (0.02 + NOISE[dtype])
-    right = make()
-    own = make(losses=(2.02, 1.0), norms=(4.0, 3.03), a=[1.0, -8.08], b=[[0.5]])
+    right_a, size = [3.0, -4.0], 5.0
+    right = make(a=right_a, b=[[0.5]])
+    own = make(losses=(2.02, 1.0), norms=(4.04, 3.0), a=[3.0, -4.0 + 0.01 * size], b=[[0.5]])
     seen = {
-        "loss": lambda: make(losses=(2.0, 1.0 - off)),
-        "norm": lambda: make(norms=(4.0 + 4.0 * off, 3.0)),
-        "gradient": lambda: make(a=[1.0 + 8.0 * off, -8.0], b=[[0.5]]),
+        "loss": lambda: make(losses=(2.0, 1.0 - off), a=right_a, b=[[0.5]]),
+        "norm": lambda: make(norms=(4.0 + 4.0 * off, 3.0), a=right_a, b=[[0.5]]),
+        "gradient": lambda: make(a=[3.0 + 0.6 * size * off, -4.0 + 0.8 * size * off], b=[[0.5]]),
     }[where]()
     found = judge(2, "zigzag", dtype, seen, own, right)
     assert found.passed == passed
@@ -133,6 +138,14 @@ def test_each_gradient_of_half_precision_has_its_own_tolerance(make: Files) -> N
     own = make(a=[1.0, -9.0], b=[[0.5]])
     found = judge(2, "zigzag", "bf16", make(a=[1.0, -9.5], b=[[0.505]]), own, make())
     assert (found.worst_gradient, found.passed) == ("b", False)
+
+
+def test_gradient_norms_of_half_precision_are_judged_at_the_first_step(make: Files) -> None:
+    """What AdamW makes of rounding later is not CP's: the loss alone is followed."""
+    assert exact("bf16", make(norms=(4.0, 3.3)), make()).passed
+    assert not exact("bf16", make(norms=(4.4, 3.0)), make()).passed
+    assert not exact("bf16", make(losses=(2.0, 1.1)), make()).passed
+    assert not exact("fp32", make(norms=(4.0, 3.3)), make()).passed
 
 
 def test_drift_is_against_one_rank_in_the_same_type(make: Files) -> None:
@@ -154,7 +167,11 @@ def test_zero_gradients_equal_zeros_only() -> None:
 
 
 def test_inputs_are_compared_in_any_order_and_without_dead_slots() -> None:
-    ids, positions, labels = torch.tensor([[5, 6, 7, 0]]), torch.tensor([[0, 1, 0, -1]]), torch.tensor([[6, -100, 1, -100]])
+    ids, positions, labels = (
+        torch.tensor([[5, 6, 7, 0]]),
+        torch.tensor([[0, 1, 0, -1]]),
+        torch.tensor([[6, -100, 1, -100]]),
+    )
     whole = input_rows(ids, positions, labels)
     assert whole.tolist() == [[5, 0, 6], [6, 1, -100], [7, 0, 1]]
     assert digest_inputs([whole]) == digest_inputs([whole[2:], whole[:0], whole[:2]])

@@ -23,7 +23,8 @@ def launch_here(function: Any, arguments: tuple[TrainConfig, int, Path], ranks: 
     """In the place of `longspan.comm.launch.launch`."""
     if function is run_baseline:
         assert ranks == 1
-        return run_baseline(*arguments)
+        with patch("os.cpu_count", return_value=1):
+            return run_baseline(*arguments)
     assert function is replay_and_leave
     return run_ranks(ranks, replay_on_ranks, *arguments, "nothing")[0]
 
@@ -39,7 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("changes", "cases"),
     [
         ({}, {"cp": (2, 4), "layouts": ("zigzag", "striped", "contiguous"), "dtypes": ("fp64", "fp32"), "steps": 3}),
-        ({"accumulation": 2}, {"cp": (2,), "layouts": ("zigzag", "contiguous"), "dtypes": ("bf16", "fp16"), "steps": 3}),
+        (
+            {"accumulation": 2},
+            {"cp": (2,), "layouts": ("zigzag", "contiguous"), "dtypes": ("bf16", "fp16"), "steps": 3},
+        ),
         ({"parallel__dp": 2, "accumulation": 2, "rows_per_batch": 2}, {"dtypes": ("fp64", "fp32", "bf16", "fp16")}),
         ({"parallel__wrapper": "ddp", "model__windows": [9, None]}, {"cp": (2, 3)}),
         ({"recompute": "block", "model__qk_norm": True, "model__tie_embeddings": True}, {"dtypes": ("fp64", "bf16")}),

@@ -42,9 +42,13 @@ class LossScale:
     patience: int = 1000
 
     @classmethod
-    def of_dtype(cls, dtype: str) -> "LossScale":
-        """2^16 for fp16; 1, for good, for every other type."""
-        return cls(value=2.0**16) if dtype == "fp16" else cls(patience=0)
+    def of_dtype(cls, dtype: str, ranks: int = 1) -> "LossScale":
+        """2^16 for fp16; 1, for good, for every other type.
+
+        Where a wrapper averages over `ranks`, losses are multiplied by their number first: the scale begins that much
+        lower, at a power of two, so that activations meet gradients of the same size at every degree.
+        """
+        return cls(value=2.0 ** (16 - (ranks - 1).bit_length())) if dtype == "fp16" else cls(patience=0)
 
     def update(self, finite: bool) -> None:
         """Take notice of a step."""

@@ -63,7 +63,7 @@ class TrainStep:
         self.device = torch.device(mesh.device_type)
         self.module = wrap(model.to(self.device), self.everyone, config)
         self.optimizer = make_optimizer(self.module, config.optim)
-        self.scale = LossScale.of_dtype(config.dtype)
+        self.scale = LossScale.of_dtype(config.dtype, self.everyone.size())
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Accumulate over this dp rank's micro-batches and update the weights. Collective over all ranks."""

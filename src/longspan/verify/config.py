@@ -1,10 +1,19 @@
 """What to verify: the degrees, layouts and types to compare with one rank, and for how many steps."""
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict
 
+from longspan.spec import SpecError
 from longspan.train.config import Dtype, LayoutName, Positive
+
+T = TypeVar("T")
+
+
+def _check_some(values: tuple[T, ...]) -> tuple[T, ...]:
+    if not values:
+        raise SpecError("nothing is given to compare with one rank", hint="give at least one, or leave it out")
+    return values
 
 
 class VerifyConfig(BaseModel):
@@ -12,8 +21,8 @@ class VerifyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    cp: Annotated[tuple[Positive, ...], Field(min_length=1)] = (2,)
-    layouts: Annotated[tuple[LayoutName, ...], Field(min_length=1)] = ("zigzag",)
-    dtypes: Annotated[tuple[Dtype, ...], Field(min_length=1)] = ("fp64", "fp32")
+    cp: Annotated[tuple[Positive, ...], AfterValidator(_check_some)] = (2,)
+    layouts: Annotated[tuple[LayoutName, ...], AfterValidator(_check_some)] = ("zigzag",)
+    dtypes: Annotated[tuple[Dtype, ...], AfterValidator(_check_some)] = ("fp64", "fp32")
     steps: Positive = 2
     """Optimizer steps to replay; gradients are compared at the first, losses and gradient norms at each."""

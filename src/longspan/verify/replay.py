@@ -36,7 +36,8 @@ def run_replay(config: TrainConfig, mesh: DeviceMesh, steps: int, gradients: Pat
     given: list[npt.NDArray[np.int64]] = []
 
     def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        given.append(input_rows(*arguments[:2], keywords["labels"]))
+        ids, positions, *_ = arguments
+        given.append(input_rows(ids, positions, keywords["labels"]))
 
     step.module.register_forward_pre_hook(note, with_kwargs=True)
     losses, norms, inputs = [], [], []

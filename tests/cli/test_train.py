@@ -1,0 +1,282 @@
+"""`longspan train`: what it prints where, what it says when it cannot begin, and real ranks of its own and of torchrun."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from click.testing import CliRunner, Result
+
+from longspan.cli.train import train
+from longspan.train.run import Summary
+from tests.train.tiny import make_config, to_toml, write_corpus
+
+BIN = Path(sys.executable).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    write_corpus(folder)
+    config = make_config(folder, dtype="fp32", steps=3, parallel__cp=2, parallel__threads=1)
+    (folder / "run.toml").write_text(to_toml(config))
+    return folder
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(train, [str(word) for word in words])
+
+
+# What is wrong before there is any rank.
+
+
+def change(file: str, text: str) -> Callable[[Path, Path], list[object]]:
+    def change_file(folder: Path, scratch: Path) -> list[object]:
+        (scratch / "corpus").mkdir()
+        (scratch / "corpus" / file).write_bytes(text.encode("latin-1"))
+        return [folder / "run.toml", "--set", f"data.paths=['{scratch}/corpus']"]
+
+    return change_file
+
+
+def missing(folder: Path, scratch: Path) -> list[object]:
+    return [scratch / "none.toml"]
+
+
+def not_toml(folder: Path, scratch: Path) -> list[object]:
+    (scratch / "bad.toml").write_text("[data\n")
+    return [scratch / "bad.toml"]
+
+
+def no_key(folder: Path, scratch: Path) -> list[object]:
+    (scratch / "empty.toml").write_text("[data]\npaths = ['x']\n")
+    return [scratch / "empty.toml"]
+
+
+def empty_folder(folder: Path, scratch: Path) -> list[object]:
+    (scratch / "nothing").mkdir()
+    return [folder / "run.toml", "--set", f"data.paths=['{scratch}/nothing']"]
+
+
+def setting(*overrides: str) -> Callable[[Path, Path], list[object]]:
+    return lambda folder, scratch: [folder / "run.toml", *(word for o in overrides for word in ("--set", o))]
+
+
+NOT_VALID = "error: TrainConfig: 1 value not valid\n  "
+CORRECT = "correct them in the configuration file or with --set name=value"
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "hint"),
+    [
+        (missing, "error: cannot read {scratch}/none.toml: No such file or directory", "give the path of a TOML file"),
+        (
+            not_toml,
+            "error: {scratch}/bad.toml is not TOML: Expected ']' at the end of a table declaration (at line 1, column 6)",
+            "correct the file; its keys are those of TrainConfig",
+        ),
+        (no_key, NOT_VALID + "data.row_tokens: is missing", CORRECT),
+        (setting("parallel.cpp=2"), NOT_VALID + "parallel.cpp: is not a key that is known", CORRECT),
+        (
+            setting("parallel.cp=0"),
+            NOT_VALID + "parallel.cp: Input should be greater than or equal to 1 (got 0)",
+            CORRECT,
+        ),
+        (
+            setting("parallel.cp=0", "dtype=fp8"),
+            "error: TrainConfig: 2 values not valid\n"
+            "  parallel.cp: Input should be greater than or equal to 1 (got 0)\n"
+            "  dtype: Input should be 'fp64', 'fp32', 'bf16' or 'fp16' (got 'fp8')",
+            CORRECT,
+        ),
+        (
+            setting("steps"),
+            "error: --set 'steps' is not of the form section.key=value",
+            "such as --set parallel.cp=2",
+        ),
+        (
+            setting("init_from=weights"),
+            NOT_VALID + "both model and init_from are given",
+            "give [model] to start from random weights, or init_from to start from a folder",
+        ),
+        (
+            setting("model.num_heads=4", "model.num_kv_heads=3"),
+            NOT_VALID + "model: 3 KV heads do not divide 4 query heads",
+            "num_kv_heads may be one of [1, 2, 4]",
+        ),
+        (
+            setting("model.vocab_size=100"),
+            "error: the tokenizer has 256 tokens and the model's vocab_size is 100",
+            "set model.vocab_size to at least 256",
+        ),
+        (
+            empty_folder,
+            "error: folder {scratch}/nothing has no file",
+            "name another folder, or set suffixes",
+        ),
+        (
+            change("blank.txt", " \n"),
+            "error: no document with text in 1 file(s), 0 item(s) skipped: {scratch}/corpus/blank.txt",
+            "name other paths, or another text_field",
+        ),
+        (
+            change("latin.txt", "a\nb\nna\xefve"),
+            "error: {scratch}/corpus/latin.txt is not UTF-8: byte 0xef at offset 6, line 3",
+            'convert it, narrow suffixes, or set on_error="skip"',
+        ),
+        (
+            change("chat.jsonl", '{"text": "yes"}\n{"body": "no"}\n'),
+            "error: {scratch}/corpus/chat.jsonl:2 has no field 'text'; its fields are 'body'",
+            "set text_field",
+        ),
+        (
+            change("one.txt", "a single document"),
+            "error: 1 document cannot be split into training and held-out documents",
+            "set heldout_fraction=0, or give more documents",
+        ),
+        (
+            setting("export=true", "model.qk_norm=true"),
+            "error: export=true: a Llama folder cannot describe qk_norm=True, windows=()",
+            "set export=false and use checkpoint_every, or a model without these",
+        ),
+    ],
+)
+def test_what_cannot_begin(
+    folder: Path, tmp_path: Path, words: Callable[[Path, Path], list[object]], error: str, hint: str
+) -> None:
+    with patch("longspan.train.run.launch") as launch:
+        result = run(*words(folder, tmp_path), "--set", f"run_dir={tmp_path}/run")
+    launch.assert_not_called()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"{error.replace('{scratch}', str(tmp_path))}\n\nhint: {hint}\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_degree_that_does_not_fit_the_world_of_torchrun(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    result = run(folder / "run.toml", "--set", f"run_dir={tmp_path}/run")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: cp 2 does not make a world of 3 ranks\n\n"
+        "hint: start 2 ranks, or set parallel.cp to one of 1, 3 without parallel.dp\n"
+    )
+
+
+# What is printed.
+
+
+def summary(**changes: Any) -> Summary:
+    values: dict[str, Any] = {
+        "steps": 3, "tokens": 1440, "ranks": 2, "loss": 2.5, "heldout_loss": 2.0, "unigram_entropy": 3.25,
+        "tokens_per_second": 1234.5, "run_dir": "runs/x",
+    }  # fmt: skip
+    return Summary(**(values | changes))
+
+
+def test_table(folder: Path) -> None:
+    with patch("longspan.cli.train.run_training", return_value=summary()) as called:
+        result = run(folder / "run.toml", "--set", "steps=9", "--quiet")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert called.call_args.args[0].steps == 9
+    assert called.call_args.kwargs["quiet"] is True
+    for text in ("1,440 tokens on 2 ranks", "1,234 tokens/s", "2.5000", "2.0000", "3.2500", "+1.2500 gained", "runs/x"):
+        assert text in result.stdout
+
+
+def test_json_of_one_step_is_json(folder: Path) -> None:
+    """Speed is measured from the second step on; what was not measured is null."""
+    made = summary(tokens_per_second=float("nan"), heldout_loss=None)
+    with patch("longspan.cli.train.run_training", return_value=made):
+        result = run(folder / "run.toml", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    told = json.loads(result.stdout, parse_constant=lambda text: pytest.fail(f"{text} is not JSON"))
+    assert (told["steps"], told["loss"], told["heldout_loss"], told["tokens_per_second"]) == (3, 2.5, None, None)
+
+
+def test_ranks_other_than_0_print_nothing(folder: Path) -> None:
+    with patch("longspan.cli.train.run_training", return_value=None):
+        result = run(folder / "run.toml", "--json")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+# Real ranks.
+
+
+@contextmanager
+def own_process(*words: object) -> Iterator["subprocess.Popen[str]"]:
+    """A command in a process of its own, ended with its children when the block is left."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    process = subprocess.Popen(
+        [str(word) for word in words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def test_torchrun_and_own_ranks_reach_the_same_loss(folder: Path, tmp_path: Path) -> None:
+    words = ["train", folder / "run.toml", "--json", "--set", "eval_every=2"]
+    with own_process(BIN / "longspan", *words, "--set", f"run_dir={tmp_path}/own") as own:
+        out, err = own.communicate(timeout=100)
+    assert own.returncode == 0, err
+    told = json.loads(out)
+    assert (told["steps"], told["ranks"], told["run_dir"]) == (3, 2, f"{tmp_path}/own")
+    assert "step 2: held-out loss" in err
+    torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "longspan.cli.main"]
+    with own_process(*torchrun, *words, "--set", f"run_dir={tmp_path}/torchrun") as under:
+        out, err = under.communicate(timeout=100)
+    assert under.returncode == 0, err
+    again = json.loads(out)
+    assert (again["loss"], again["heldout_loss"]) == (told["loss"], told["heldout_loss"])
+    assert again["tokens"] == told["tokens"] == 3 * 48
+
+
+@pytest.mark.slow
+def test_torchrun_with_another_world_is_refused_on_every_rank(folder: Path, tmp_path: Path) -> None:
+    torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "longspan.cli.main"]
+    changes = ["--set", "parallel.cp=3", "--set", f"run_dir={tmp_path}/run"]
+    with own_process(*torchrun, "train", folder / "run.toml", *changes) as under:
+        out, err = under.communicate(timeout=100)
+    assert under.returncode != 0
+    assert out == ""
+    assert err.count("error: cp 3 does not make a world of 2 ranks") == 2
+    assert not (tmp_path / "run").exists()
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """Process ids of the ranks that a launcher made, in rank order."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return sorted(int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+
+def test_a_rank_that_is_killed_ends_the_run_and_is_named(folder: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    changes = ["--set", "steps=100000", "--set", f"run_dir={tmp_path}/run"]
+    with own_process(BIN / "longspan", "train", folder / "run.toml", "--quiet", *changes) as own:
+        began = time.monotonic()
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert own.poll() is None, own.communicate()[1]
+            assert time.monotonic() - began < 100
+            time.sleep(0.05)
+        _, victim = ranks_of(own.pid)
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        out, err = own.communicate(timeout=60)
+        assert time.monotonic() - killed < 20
+    assert (own.returncode, out) == (2, "")
+    assert err.rstrip().endswith("error: rank 1 of 2 was killed by SIGKILL; the others were ended")

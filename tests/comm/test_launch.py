@@ -1,0 +1,134 @@
+"""Processes made by `launch`: what they return, and who is named when one of them fails or is killed."""
+
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from longspan.comm import launch as module
+from longspan.comm.launch import check_degrees, join_world, launch, leave_world, under_torchrun
+from longspan.spec import CommError, SpecError
+
+
+@pytest.mark.parametrize(
+    ("world", "cp", "dp", "left"), [(1, 1, None, 1), (8, 2, None, 4), (8, 2, 4, 4), (8, 8, None, 1), (6, 3, 2, 2)]
+)
+def test_degrees_that_make_the_world(world: int, cp: int, dp: int | None, left: int) -> None:
+    assert check_degrees(world, cp, dp) == left
+
+
+@pytest.mark.parametrize(
+    ("world", "cp", "dp", "message", "hint"),
+    [
+        (
+            6, 4, None, "cp 4 does not make a world of 6 ranks",
+            "start 4 ranks, or set parallel.cp to one of 1, 2, 3, 6 without parallel.dp",
+        ),
+        (
+            8, 2, 3, "cp 2 x dp 3 does not make a world of 8 ranks",
+            "start 6 ranks, or set parallel.cp to one of 1, 2, 4, 8 without parallel.dp",
+        ),
+        (
+            2, 4, None, "cp 4 does not make a world of 2 ranks",
+            "start 4 ranks, or set parallel.cp to one of 1, 2 without parallel.dp",
+        ),
+    ],
+)  # fmt: skip
+def test_degrees_that_do_not(world: int, cp: int, dp: int | None, message: str, hint: str) -> None:
+    with pytest.raises(SpecError) as told:
+        check_degrees(world, cp, dp)
+    assert (told.value.message, told.value.hint) == (message, hint)
+
+
+def test_a_world_of_another_size_is_refused_before_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(SpecError, match="cp 2 does not make a world of 3 ranks"):
+        join_world(2, None, timedelta(seconds=5))
+    assert not dist.is_initialized()
+
+
+def test_whether_a_launcher_made_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert not under_torchrun()
+    monkeypatch.setenv("RANK", "0")
+    assert not under_torchrun()
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert under_torchrun()
+
+
+def look_around(dp: int, cp: int) -> dict[str, Any]:
+    try:
+        mesh = join_world(cp, dp, timedelta(seconds=30), threads=3)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        here = {name: mesh[name].get_local_rank() for name in ("dp", "cp")}
+        dist.all_gather_object(everyone, here | {"threads": torch.get_num_threads(), "rank": dist.get_rank()})
+        return {"everyone": everyone, "axes": mesh.mesh_dim_names}
+    finally:
+        leave_world()
+
+
+def test_ranks_of_a_cp_group_are_neighbours_and_rank_0_answers() -> None:
+    found = launch(look_around, (2, 2), 4)
+    assert found["axes"] == ("dp", "cp")
+    assert found["everyone"] == [{"rank": rank, "dp": rank // 2, "cp": rank % 2, "threads": 3} for rank in range(4)]
+    assert not dist.is_initialized()
+
+
+def lose_rank_1(how: str, note: Path) -> None:
+    """Rank 1 ends while rank 0 waits for it."""
+    try:
+        join_world(2, 1, timedelta(seconds=300))
+        dist.barrier()
+        if dist.get_rank() == 1:
+            note.write_text(str(time.time()))
+            if how == "raises":
+                raise ValueError("a row of 7 tokens")
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(3))
+    finally:
+        leave_world()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("raises", "rank 1 of 2 failed: ValueError: a row of 7 tokens"),
+        ("is killed", "rank 1 of 2 was killed by SIGKILL; the others were ended"),
+    ],
+)
+def test_the_rank_that_was_lost_first_is_named_within_seconds(tmp_path: Path, how: str, text: str) -> None:
+    with pytest.raises(CommError) as told:
+        launch(lose_rank_1, (how, tmp_path / "lost"), 2)
+    assert time.time() - float((tmp_path / "lost").read_text()) < 15
+    assert str(told.value) == text
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "lingers"),
+    [
+        (CommError("a hop with rank 1 failed"), True),
+        (dist.DistBackendError("NCCL"), True),
+        (RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("out of memory"), False),
+        (SpecError("cp 3"), False),
+    ],
+)
+def test_a_rank_that_lost_a_peer_lets_the_peer_be_found_first(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, lingers: bool
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    with pytest.raises(type(error)):
+        module._enter(fail, error)
+    assert slept == ([2.0] if lingers else [])
