@@ -67,8 +67,7 @@ class Monitor:
         if not writes:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
-        if done:
-            _forget_after(run_dir / "metrics.jsonl", done)
+        _forget_after(run_dir / "metrics.jsonl", done)
         self._file = (run_dir / "metrics.jsonl").open("a", buffering=1)
         self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=done + 1)
         self._console = Console(stderr=True)
@@ -127,7 +126,7 @@ class Monitor:
 
 
 def _forget_after(metrics: Path, done: int) -> None:
-    """Drop what was told of steps after `done`, which a resumed run does again, and a line that was cut short."""
+    """Drop what was told of steps after `done`, which this run does (again), and a line that was cut short."""
     if not metrics.exists():
         return
     lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("}\n")]
