@@ -232,7 +232,7 @@ def test_gradients_do_not_depend_on_how_the_world_is_divided() -> None:
 
 def read_on_ranks(group: Any, rank: int, config: TrainConfig) -> tuple[int, int, list[bytes], list[int]]:
     mesh = make_mesh(config.parallel.dp or 1, config.parallel.cp)
-    loader: Loader = make_loader(config, open_store(config.data), mesh)
+    loader: Loader = make_loader(config, open_store(config.data), mesh["dp"].get_local_rank(), mesh["dp"].size())
     steps = loader.steps_per_epoch(mesh["dp"].size(), config.accumulation)
     epochs, rows = [], []
     for _ in range(steps):

@@ -84,6 +84,28 @@ def test_one_mask_needs_no_name_and_is_called_full():
     assert relative_error(window.attention(*inputs[:3]), right) < 1e-12
 
 
+def _without_a_group(group, rank):
+    return raised(ContextParallel, None)
+
+
+def test_a_group_must_be_named_in_a_world_of_several_ranks():
+    text = (
+        "no group was given in a world of 2 ranks\n\nhint: give dist.group.WORLD, or the mesh's context-parallel axis"
+    )
+    assert run_ranks(2, _without_a_group) == [("SpecError", text)] * 2
+
+
+def _wrong_on_rank_1(group, rank):
+    cp = ContextParallel(group)
+    return raised(opened, cp, None if rank == 1 else Mask.causal(8))
+
+
+def test_any_error_of_one_rank_is_heard_by_all():
+    (other, told), (own, _) = run_ranks(2, _wrong_on_rank_1)
+    assert (other, own) == ("DisagreementError", "AttributeError")
+    assert told.startswith("rank 1 cannot go on: ")
+
+
 def test_an_unknown_kernel():
     with pytest.raises(SpecError, match="kernel 'flash9' is not known"):
         ContextParallel(None, kernel="flash9")

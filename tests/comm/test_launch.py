@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -132,3 +134,30 @@ def test_a_rank_that_lost_a_peer_lets_the_peer_be_found_first(
     with pytest.raises(type(error)):
         module._enter(fail, error)
     assert slept == ([2.0] if lingers else [])
+
+
+def test_an_interrupt_ends_all_ranks_and_is_one_line(tmp_path: Path) -> None:
+    """As Ctrl-C does it: SIGINT to the whole process group of `longspan train`."""
+    (tmp_path / "text.txt").write_text("a line of text\n" * 400)
+    (tmp_path / "other.txt").write_text("another line of text\n" * 400)
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'run_dir = "{tmp_path}/run"\nsteps = 100000\n[data]\npaths = ["{tmp_path}/text.txt", "{tmp_path}/other.txt"]\n'
+        f'row_tokens = 64\ncache_dir = "{tmp_path}/cache"\n[parallel]\ncp = 2\n'
+        "[model]\nvocab_size = 256\nwidth = 16\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nffn_width = 32\n"
+    )
+    command = [sys.executable, "-m", "longspan.cli.main", "train", str(config), "--quiet"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    _, told = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert told.endswith(
+        "error: interrupted; all ranks were ended\n\nhint: a run that wrote checkpoints goes on with resume=true\n"
+    )
+    assert "Traceback" not in told

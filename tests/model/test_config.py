@@ -45,7 +45,7 @@ def test_num_parameters_of_smollm2_135m():
         ({"head_dim": 7}, ["head_dim 7 is odd", "head_dim=8"]),
         ({"width": 12}, ["head_dim 3 is odd"]),
         ({"windows": (None,)}, ["windows has 1 entries for 2 layers", "None = full"]),
-        ({"windows": (None, 0)}, ["window 0 of layer 1 is below 1", "None for full"]),
+        ({"windows": (None, 0)}, ["window 0 of layer 1 is below 1", '"full" (None in Python) for full']),
         ({"num_layers": 0}, ["num_layers", "greater than 0", "input_value=0"]),
         ({"rope_scaling": {"kind": "yarn"}}, ["rope_scaling 'yarn' is not supported", "Llama3RopeScaling"]),
         ({"dropout": 0.1}, ["dropout", "Extra inputs are not permitted"]),
@@ -68,3 +68,7 @@ def test_configs_are_frozen_values():
         config.width = 64
     assert ModelConfig(**config.model_dump()) == config
     assert hash(config) == hash(make_config(windows=(None, 3)))
+
+
+def test_a_file_says_full_where_python_says_none():
+    assert make_config(windows=["full", 4]).windows == make_config(windows=(None, 4)).windows == (None, 4)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.plan import Mask
+from longspan.plan import Layout, Mask
 from longspan.spec import SpecError
 
 from .strategies import defined_masks
@@ -120,3 +120,20 @@ def test_refusals(make, text):
 def test_touching_bands_are_not_an_overlap():
     split = Mask.bands(8, [(0, 8, 0, 8, 0, 3), (0, 8, 0, 8, 4, None)])
     assert np.array_equal(split.dense(), Mask.causal(8).dense())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Mask.documents([5.5, 3]), r"document lengths \[5.5, 3\] are not integers in 1 dim"),
+        (lambda: Mask.documents([[2, 3], [4, 5]]), "are not integers in 1 dim"),
+        (lambda: Mask.documents("ab"), "document lengths 'ab' are not integers in 1 dim"),
+        (lambda: Mask.causal(8.7), r"document lengths \[8.7\] are not integers"),
+        (lambda: Mask.causal(8, window=2.5), "window=2.5 is not an integer"),
+        (lambda: Mask.bands(8, [(0, 8, 0, 8, 0.5, None)]), "are not integers in 2 dims"),
+        (lambda: Layout.zigzag(1000.5, 2), "seq_len=1000.5 is not an integer"),
+    ],
+)
+def test_nothing_is_rounded_to_tokens(make, text):
+    with pytest.raises(SpecError, match=text):
+        make()

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longspan.model import Decoder, load_pretrained
-from longspan.spec import CheckpointError, SpecError
+from longspan.spec import CheckpointError, DataError, SpecError
 from longspan.train import checkpoint
 from longspan.train.config import TrainConfig
 from longspan.train.model import make_model
@@ -273,3 +274,79 @@ def test_a_run_starts_from_an_exported_folder(folder: Path) -> None:
     started = TrainConfig.model_validate(values)
     loss = train(started)["loss"]
     assert loss < metrics(first)[1] - 0.01
+
+
+def test_export_does_not_write_over_the_weights_of_another_run(folder: Path) -> None:
+    config = make_config(folder, run_dir=str(folder / "exported"), export=True)
+    (config.run_dir / "model").mkdir(parents=True)
+    with pytest.raises(CheckpointError) as error:
+        prepare(config)
+    assert str(error.value) == (
+        f"{config.run_dir}/model exists: export would write over the weights of another run\n\n"
+        "hint: choose another run_dir, remove that folder, or set export=false"
+    )
+
+
+def test_a_resumed_run_exports_again(folder: Path) -> None:
+    config = make_config(folder, run_dir=str(folder / "exported-twice"), steps=2, checkpoint_every=1, export=True)
+    train(config)
+    before = (config.run_dir / "model" / "model.safetensors").read_bytes()
+    train(config.model_copy(update={"steps": 3, "resume": True}))
+    assert (config.run_dir / "model" / "model.safetensors").read_bytes() != before
+    assert not (config.run_dir / "model.partial").exists()
+
+
+def test_resume_with_fewer_steps_than_done_is_refused(saved: TrainConfig) -> None:
+    record = json.loads((checkpoint.newest(saved.run_dir) / "run.json").read_text())
+    assert record["step"] > 0
+    record["step"] = saved.steps + 1
+    with patch("longspan.train.checkpoint.read_record", return_value=record), pytest.raises(CheckpointError) as error:
+        prepare(saved.model_copy(update={"resume": True}))
+    assert f"has done {saved.steps + 1} steps and the run asks for {saved.steps}" in str(error.value)
+
+
+def test_resume_on_other_rows_is_refused_before_the_run(saved: TrainConfig) -> None:
+    data = saved.data.model_copy(update={"row_tokens": saved.data.row_tokens + 1})
+    with pytest.raises(DataError, match="loader state is of another stream: row_tokens is 48 in the state, 49 here"):
+        prepare(saved.model_copy(update={"resume": True, "data": data}))
+
+
+def test_resume_without_a_checkpoint_is_told(folder: Path) -> None:
+    config = make_config(folder, run_dir=str(folder / "nothing"), steps=1, resume=True)
+    with pytest.warns(UserWarning, match="there is no checkpoint in .*nothing: the run starts at its first step"):
+        warn_here(config)
+
+
+def warn_here(config: TrainConfig) -> None:
+    """The warning of rank 0 happens in its process: look for it there, and tell it here."""
+    for text in run_ranks(1, warnings_of_a_run, config)[0]:
+        warnings.warn(text, stacklevel=1)
+
+
+def warnings_of_a_run(group: Any, rank: int, config: TrainConfig) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_on_ranks(group, rank, config)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_checkpoint_that_lacks_a_shard_is_named(folder: Path) -> None:
+    config = make_config(folder, run_dir=str(folder / "shard"), steps=1, checkpoint_every=1)
+    train(config)
+    broken = checkpoint.newest(config.run_dir)
+    for shard in broken.glob("*.distcp"):
+        shard.unlink()
+    ((name, text),) = run_ranks(1, raised_by_a_run, config.model_copy(update={"steps": 2, "resume": True}))
+    assert name == "CheckpointError"
+    assert f"{broken} cannot be read" in text
+
+
+def raised_by_a_run(group: Any, rank: int, config: TrainConfig) -> tuple[str, str]:
+    return raised(run_on_ranks, group, rank, config)
+
+
+def test_a_run_that_diverges_ends_with_an_error(folder: Path) -> None:
+    config = make_config(folder, run_dir=str(folder / "diverged"), dtype="fp32", optim__lr=1e18, parallel__cp=2)
+    for name, text in run_ranks(2, raised_by_a_run, config):
+        assert name == "DivergedError"
+        assert "the run has diverged" in text

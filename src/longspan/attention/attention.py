@@ -27,9 +27,9 @@ def attention(
     to `D ** -0.5`. `kernel` is "auto", "sdpa" or "reference". `sink (H,)` is a learnable logit per head in every row's
     denominator; its gradient holds this rank's rows only, like that of any replicated parameter.
 
-    Collective: every rank of the group calls it alike, forward and backward. The first call on a plan compares the ranks.
-    There is no dropout. Raises `SpecError` before any exchange if the tensors do not fit the plan, `DisagreementError` if
-    ranks differ, `CommError` if a peer is lost. Semantics follow `torch.nn.functional.scaled_dot_product_attention`.
+    Collective: every rank of the group calls it alike, forward and backward, and the ranks compare what they were given. There
+    is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,
+    `DisagreementError` if ranks differ, `CommError` if a peer is lost. Else as `scaled_dot_product_attention`.
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5

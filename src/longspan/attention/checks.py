@@ -16,8 +16,9 @@ def check_call(
 ) -> None:
     """Raise `SpecError` if the tensors do not fit the plan.
 
-    The first call of a plan with such shapes, types and scale is collective: the ranks compare them and the plan, and a
-    problem of one rank is raised on all. What they have agreed on is remembered in `agreed`.
+    The ranks compare plans, shapes, types and scales, and a problem of one rank is raised on all. On CPU they do so in every
+    call (0.1 ms over gloo). On CUDA, where comparing waits for the device, only in a plan's first call of each kind, which is
+    remembered in `agreed`; a rank that later differs makes the others time out.
     """
     problem: LongspanError | None = None
     try:
@@ -31,10 +32,11 @@ def check_call(
         f"{q.shape[0]} {tuple(q.shape[1:2])} {tuple(k.shape[1:2])} {tuple(q.shape[3:])} {tuple(v.shape[3:])}"
     )
     call = f"{heads_and_dims} {q.dtype} {scale} {sink is not None}"
-    if problem is None and call in agreed:
-        return
-    if problem is not None and agreed:
-        raise problem
+    if q.device.type == "cuda" and agreed:
+        if problem is not None:
+            raise problem
+        if call in agreed:
+            return
     check_agreement(share.group, {"plans": share.digest, "shapes, types or scales": call.encode()}, problem)
     agreed.add(call)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import overload
 
 import torch
+import torch.distributed as dist
 
 from longspan.attention.attention import attention
 from longspan.attention.kernel import check_kernel_name
@@ -12,7 +13,7 @@ from longspan.comm.agree import check_agreement
 from longspan.comm.groups import Group, as_group, rank_and_size
 from longspan.comm.sharding import gather, shard
 from longspan.plan import Layout, Mask, Plan, plan_attention
-from longspan.spec import LongspanError, SpecError
+from longspan.spec import SpecError
 
 Tensor = torch.Tensor
 
@@ -48,6 +49,11 @@ class ContextParallel:
         if slots_multiple_of is not None and slots_multiple_of < 1:
             raise SpecError(f"slots_multiple_of={slots_multiple_of} must be at least 1")
         self.group = as_group(mesh_or_group)
+        if self.group is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise SpecError(
+                f"no group was given in a world of {dist.get_world_size()} ranks",
+                hint="give dist.group.WORLD, or the mesh's context-parallel axis",
+            )
         self.rank, self.size = rank_and_size(self.group)
         self.layout, self.route, self.heads, self.inner = layout, route, heads, inner
         self.kernel, self.slots_multiple_of = check_kernel_name(kernel), slots_multiple_of
@@ -63,16 +69,16 @@ class ContextParallel:
         `mask` is one mask (then called "full") or several by name, over the same tokens. Raises `DisagreementError` naming the
         ranks that differ, on all ranks, before anything is exchanged. Backward may run after the block has ended.
         """
-        problem: LongspanError | None = None
+        problem: Exception | None = None
         what = {"layouts, masks or routes": b"", "token ids": b""}
         try:
             sequence = Sequence(self, dict(mask) if isinstance(mask, Mapping) else {"full": mask})
             what["layouts, masks or routes"] = sequence.digest
             if isinstance(ids, Tensor):
-                what["token ids"] = ids.detach().cpu().contiguous().numpy().tobytes()
+                what["token ids"] = ids.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             elif ids is not None:
                 what["token ids"] = ids
-        except LongspanError as error:
+        except Exception as error:  # whatever it is, the other ranks must hear of it
             problem = error
         check_agreement(self.group, what, problem)
         yield sequence

@@ -117,12 +117,12 @@ def _cpu_mode(shape: Shape, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     return False, _additive_mask(shape, dtype)
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=4)
 def _additive_mask(shape: Shape, dtype: torch.dtype) -> Tensor:
     """0 where the band sees, -inf elsewhere: `(num_q, num_k)` of at most 128 rows, the same for every block of a window."""
-    away = torch.arange(shape.num_q)[:, None] - torch.arange(shape.num_k)
+    away = torch.arange(shape.num_q, device="cpu")[:, None] - torch.arange(shape.num_k, device="cpu")
     hidden = (away < shape.lo) | (away > shape.hi)
-    return torch.zeros(shape.num_q, shape.num_k, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return torch.zeros(shape.num_q, shape.num_k, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
 def _window(shape: Shape) -> tuple[int | None, int | None]:

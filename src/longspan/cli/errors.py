@@ -30,6 +30,12 @@ class Failure(click.ClickException):
         click.echo(text, file=file, err=file is None)
 
 
+class Interruption(Failure):
+    """Ctrl-C, or a termination, on its way to stderr."""
+
+    exit_code = 130
+
+
 def friendly(function: Callable[P, R]) -> Callable[P, R]:
     """Turn a `LongspanError` or a pydantic `ValidationError` of a command's function into a `Failure`.
 
@@ -44,6 +50,10 @@ def friendly(function: Callable[P, R]) -> Callable[P, R]:
             raise Failure(error.message, error.hint) from error
         except ValidationError as error:
             raise Failure(*_describe(error)) from error
+        except KeyboardInterrupt as error:
+            raise Interruption(
+                "interrupted; all ranks were ended", "a run that wrote checkpoints goes on with resume=true"
+            ) from error
 
     return wrapped
 

@@ -7,15 +7,13 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm.groups import wire_device
-from longspan.spec import DisagreementError, LongspanError
+from longspan.spec import CommError, DisagreementError
 
 _WIDTH = 32
 _TEXT = 480
 
 
-def check_agreement(
-    group: dist.ProcessGroup | None, what: dict[str, bytes], problem: LongspanError | None = None
-) -> None:
+def check_agreement(group: dist.ProcessGroup | None, what: dict[str, bytes], problem: Exception | None = None) -> None:
     """Compare `what` (name -> bytes) over the ranks of `group`; raise on every rank if one differs or has a `problem`.
 
     Collective, one all-gather of a few hundred bytes. The error names the part that differs and the ranks that hold the
@@ -31,7 +29,13 @@ def check_agreement(
     device = wire_device(group)
     mine = torch.frombuffer(bytearray(packet), dtype=torch.uint8).to(device)
     everyone = torch.empty(dist.get_world_size(group), len(packet), dtype=torch.uint8, device=device)
-    dist.all_gather_single(everyone.view(-1), mine, group=group)
+    try:
+        dist.all_gather_single(everyone.view(-1), mine, group=group)
+    except RuntimeError as error:
+        raise CommError(
+            f"comparing {', '.join(what)} over the group failed: {str(error).splitlines()[0]}",
+            hint="a rank has ended, or did not get here: all ranks of the group make the same calls in the same order",
+        ) from error
     packets = [bytes(row) for row in everyone.cpu().numpy()]
     if problem is not None:
         raise problem

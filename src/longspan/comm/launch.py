@@ -1,5 +1,6 @@
 """Start ranks: join the world that torchrun made, or make one with torchrun's own library."""
 
+import logging
 import os
 import signal
 import time
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -31,8 +33,10 @@ def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int)
     """Run `function(*arguments)` on `ranks` new processes of this machine and return what rank 0 returned.
 
     `function` is at the top level of a module. If a rank fails or is killed the others are ended at once, and a `CommError`
-    names the first that failed and its error.
+    names the first that failed and its error. SIGINT and SIGTERM end all ranks and raise `KeyboardInterrupt`.
     """
+    # What the launcher logs of a failed rank, the CommError says in a line.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -46,6 +50,8 @@ def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int)
     )
     try:
         return elastic_launch(config, _enter)(function, *arguments)[0]
+    except SignalException as error:
+        raise KeyboardInterrupt(error.sigval.name) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise CommError(f"rank {rank} of {ranks} {_describe(failure.exitcode, failure.message)}") from None
@@ -56,6 +62,7 @@ def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
 
     A rank that lost a peer does not end at once: the launcher, which looks every 0.1 s, is to find the peer first.
     """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a word: the launcher has the last one.
     try:
         return record(function)(*arguments)
     except RuntimeError as error:

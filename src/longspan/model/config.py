@@ -38,8 +38,8 @@ class ModelConfig(BaseModel):
     """A Llama-like decoder: sizes in elements, `windows` in tokens.
 
     `head_dim` 0 means `width // num_heads`. `windows` is empty (every layer sees its whole document) or has one entry
-    per layer: `None` for full, `w` for a window in which query `i` sees keys `i - w + 1` to `i`. `rope_scaling` is
-    `None` or a `Llama3RopeScaling`; other kinds are refused.
+    per layer: `None` ("full" in a file) for full, `w` for a window in which query `i` sees keys `i - w + 1` to `i`.
+    `rope_scaling` is `None` or a `Llama3RopeScaling`; other kinds are refused.
 
     Raises `pydantic.ValidationError` (a `ValueError`) whose text holds the values, the rule and a hint.
     """
@@ -84,6 +84,16 @@ class ModelConfig(BaseModel):
             return value
         raise SpecError(f"rope_scaling {kind!r} is not supported", hint="use None or a Llama3RopeScaling")
 
+    @field_validator("windows", mode="before")
+    @classmethod
+    def _read_full(cls, value: object) -> object:
+        """TOML has no None: there a layer without a window is "full"."""
+        return (
+            tuple(None if window == "full" else window for window in value)
+            if isinstance(value, list | tuple)
+            else value
+        )
+
     @field_validator("head_dim", mode="after")
     @classmethod
     def _derive_head_dim(cls, value: int, info: ValidationInfo) -> int:
@@ -118,6 +128,6 @@ class ModelConfig(BaseModel):
             if window is not None and window < 1:
                 raise SpecError(
                     f"window {window} of layer {layer} is below 1: a query would not see itself",
-                    hint="use None for full attention",
+                    hint='use "full" (None in Python) for full attention',
                 )
         return self

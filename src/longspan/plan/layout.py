@@ -6,6 +6,7 @@ contiguous   0 0 0 0 1 1 1 1        zigzag   0 0 1 1 1 1 0 0        striped   0 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import Any, Self
 
 import numpy as np
@@ -121,7 +122,16 @@ def check_rank(rank: int, ranks: int) -> int:
     return rank
 
 
+def whole(name: str, value: Any) -> int:
+    """`value` as an int if it is a whole number by type, else an error: 8.7 tokens are not rounded."""
+    try:
+        return index(value)
+    except TypeError:
+        raise SpecError(f"{name}={value!r} is not an integer") from None
+
+
 def _check(seq_len: int, ranks: int) -> None:
+    seq_len, ranks = whole("seq_len", seq_len), whole("ranks", ranks)
     if seq_len < 1:
         raise SpecError(f"seq_len={seq_len}: a sequence has at least one token")
     if ranks < 1:

@@ -17,6 +17,7 @@ import numpy as np
 
 from longspan.plan import bands as algebra
 from longspan.plan.bands import UNBOUNDED
+from longspan.plan.layout import whole
 from longspan.spec import SpecError
 
 Array = np.ndarray
@@ -47,9 +48,9 @@ class Mask:
 
         A window `w` keeps keys less than `w` tokens away: behind the query if causal, else on both sides.
         """
-        if window is not None and window < 1:
+        if window is not None and whole("window", window) < 1:
             raise SpecError(f"window={window}: a query sees at least itself", hint="use window=None for no window")
-        sizes = np.asarray(lengths, dtype=np.int64).reshape(-1)
+        sizes = _integers("document lengths", lengths, 1)
         if len(sizes) and sizes.min() < 0:
             raise SpecError(f"document lengths {sizes.tolist()} include a negative one")
         stop = np.cumsum(sizes)
@@ -108,9 +109,9 @@ class Mask:
 
     @classmethod
     def _make(cls, seq_len: int, rows: Any) -> Self:
-        if seq_len < 1:
+        if whole("seq_len", seq_len) < 1:
             raise SpecError(f"seq_len={seq_len}: a mask covers at least one token")
-        return cls(seq_len, algebra.trim(np.asarray(rows, dtype=np.int64).reshape(-1, 6))[0])
+        return cls(whole("seq_len", seq_len), algebra.trim(_integers("bands", rows, 2).reshape(-1, 6))[0])
 
     @cached_property
     def area(self) -> int:
@@ -136,3 +137,11 @@ class Mask:
 
     def __hash__(self) -> int:
         return hash(self.fingerprint())
+
+
+def _integers(name: str, values: Any, ndim: int) -> Array:
+    """An int64 array of that many dims; empty lists pass, and nothing is rounded or flattened."""
+    array = np.asarray(values)
+    if array.size and (array.dtype.kind not in "iu" or array.ndim != ndim):
+        raise SpecError(f"{name} {values!r} are not integers in {ndim} dim{'s' * (ndim > 1)}")
+    return array.astype(np.int64) if array.size else np.empty(0, dtype=np.int64)

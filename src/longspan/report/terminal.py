@@ -77,7 +77,7 @@ def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
     notes = []
     if rows < plan.seq_len:
         size = f"{plan.seq_len / rows:,.4g} x {plan.seq_len / columns:,.4g}"
-        notes.append(f"A cell of {size} tokens shows the rank with most pairs, equals in turn.")
+        notes.append(f"A cell of {size} tokens shows the rank with most pairs.")
     if told_apart:
         notes.append("Muted: keys of another rank.")
     lines += [Text(f"{'':{_LABEL}}{note}") for note in notes]

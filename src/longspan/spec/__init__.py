@@ -5,8 +5,17 @@ from longspan.spec.errors import (
     CommError,
     DataError,
     DisagreementError,
+    DivergedError,
     LongspanError,
     SpecError,
 )
 
-__all__ = ["CheckpointError", "CommError", "DataError", "DisagreementError", "LongspanError", "SpecError"]
+__all__ = [
+    "CheckpointError",
+    "CommError",
+    "DataError",
+    "DisagreementError",
+    "DivergedError",
+    "LongspanError",
+    "SpecError",
+]

@@ -5,7 +5,8 @@
     ├── DataError        (ValueError)    documents, tokenizers, packs, loader state
     ├── CheckpointError  (ValueError)    a checkpoint that does not fit the model or the run
     ├── DisagreementError(RuntimeError)  ranks of one group were given different things; names them
-    └── CommError        (RuntimeError)  a rank died, a hop timed out
+    ├── CommError        (RuntimeError)  a rank died, a hop timed out
+    └── DivergedError    (RuntimeError)  gradients that are not finite, outside fp16's search for a loss scale
 
 A message names the values and the rule they broke; `hint` says what to set instead.
 """
@@ -41,3 +42,7 @@ class DisagreementError(LongspanError, RuntimeError):
 
 class CommError(LongspanError, RuntimeError):
     """A peer died or a transfer timed out."""
+
+
+class DivergedError(LongspanError, RuntimeError):
+    """A run whose loss or gradients are no longer finite."""

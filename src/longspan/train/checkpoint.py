@@ -7,13 +7,16 @@ checkpoints that you trust.
 """
 
 import json
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -72,7 +75,14 @@ def load(folder: Path, step: TrainStep) -> Progress:
         "model": get_model_state_dict(step.module),
         "optimizer": get_optimizer_state_dict(step.module, step.optimizer),
     }
-    dcp.load(state, checkpoint_id=folder)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except (OSError, CheckpointException) as error:
+        reason = str(error.failures[0] if isinstance(error, CheckpointException) and error.failures else error)
+        raise CheckpointError(
+            f"{folder} cannot be read: {reason.splitlines()[0]}",
+            hint="remove that folder to go on from the checkpoint before it",
+        ) from error
     set_state_dict(step.module, step.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     step.scale = LossScale(**record["loss_scale"])
     return Progress(record["step"], record["tokens"], record["loader"])
@@ -108,12 +118,18 @@ def check_export(config: ModelConfig) -> None:
 
 
 def export(run_dir: Path, module: nn.Module, config: ModelConfig) -> Path:
-    """Gather the weights on rank 0 and write them as a Hugging Face folder. Collective."""
-    whole = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    """Gather the weights on rank 0 and write them as a Hugging Face folder, in the place of an older one. Collective."""
+    whole: dict[str, Any] = get_model_state_dict(
+        module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     folder = run_dir / "model"
     if dist.get_rank() == 0:
-        model = Decoder(config)
-        model.load_state_dict(whole)
-        save_pretrained(model, folder)
+        scratch = folder.with_suffix(".partial")
+        shutil.rmtree(scratch, ignore_errors=True)
+        with torch.device("meta"):
+            shape = Decoder(config)
+        save_pretrained(shape, scratch, state_dict=whole)
+        shutil.rmtree(folder, ignore_errors=True)
+        scratch.rename(folder)
     dist.barrier()
     return folder

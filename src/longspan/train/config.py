@@ -12,6 +12,7 @@ from longspan.model.config import ModelConfig
 from longspan.spec import SpecError
 
 Positive = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 LayoutName = Literal["contiguous", "zigzag", "striped"]
 
@@ -44,7 +45,7 @@ class OptimConfig(_Record):
     """AdamW with linear warm-up and a cosine down to `min_lr_ratio * lr`; the norm of all gradients is clipped."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """On matrices; norms are left alone."""

@@ -1,6 +1,7 @@
 """A whole run: assemble the parts on this rank, step, evaluate, save, report."""
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,12 +12,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from longspan.comm.launch import join_world, launch, leave_world, under_torchrun
 from longspan.comm.traffic import record
 from longspan.data import Loader, TokenStore, eval_batches, open_store, unigram_entropy
-from longspan.spec import CheckpointError, SpecError
+from longspan.spec import CheckpointError, DivergedError, SpecError
 from longspan.train import checkpoint
 from longspan.train.config import TrainConfig
 from longspan.train.model import make_model, model_config
 from longspan.train.monitor import Monitor, gather_usage, measure
-from longspan.train.step import TrainStep
+from longspan.train.step import StepResult, TrainStep
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,32 @@ def train(config: TrainConfig, *, quiet: bool = False, progress: Callable[[int],
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> None:
     """Refuse what the ranks would refuse, before there are any."""
-    prepare_corpus(config, progress)
+    store = prepare_corpus(config, progress)
+    folder = checkpoint.newest(config.run_dir)
     if config.export:
         checkpoint.check_export(model_config(config))
-    folder = checkpoint.newest(config.run_dir)
+        if not config.resume and (config.run_dir / "model").exists():
+            raise CheckpointError(
+                f"{config.run_dir / 'model'} exists: export would write over the weights of another run",
+                hint="choose another run_dir, remove that folder, or set export=false",
+            )
     if folder is not None and not config.resume:
         raise CheckpointError(
             f"{folder} exists: the run would write over a run that has been saved",
             hint="set resume=true to go on from it, or choose another run_dir",
         )
     if folder is not None:
-        checkpoint.check_model(folder, checkpoint.read_record(folder), model_config(config))
+        record = checkpoint.read_record(folder)
+        checkpoint.check_model(folder, record, model_config(config))
+        if record["step"] > config.steps:
+            raise CheckpointError(
+                f"{folder} has done {record['step']} steps and the run asks for {config.steps}",
+                hint=f"set steps to more than {record['step']} to go on",
+            )
+        make_loader(config, store, dp_rank=0, dp_size=1).load_state_dict(record["loader"])
 
 
-def prepare_corpus(config: TrainConfig, progress: Callable[[int], None] | None = None) -> None:
+def prepare_corpus(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
     """Tokenise once, so that ranks find the corpus ready, and check that the model knows its tokens."""
     store = open_store(config.data, progress)
     model = model_config(config)
@@ -68,6 +81,7 @@ def prepare_corpus(config: TrainConfig, progress: Callable[[int], None] | None =
             f"the tokenizer has {store.vocab_size} tokens and the model's vocab_size is {model.vocab_size}",
             hint=f"set model.vocab_size to at least {store.vocab_size}",
         )
+    return store
 
 
 def run_and_leave(config: TrainConfig, quiet: bool) -> Summary | None:
@@ -83,13 +97,15 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
     mesh = join(config)
     rank = dist.get_rank()
     store = open_store(config.data)
-    loader = make_loader(config, store, mesh)
+    loader = make_loader(config, store, mesh["dp"].get_local_rank(), mesh["dp"].size())
     step = TrainStep(make_model(config), mesh, config)
     done, tokens, result = 0, 0, None
     if config.resume and (folder := checkpoint.newest(config.run_dir)) is not None:
         saved = checkpoint.load(folder, step)
         done, tokens = saved.step, saved.tokens
         loader.load_state_dict(saved.loader)
+    elif config.resume and rank == 0:
+        warnings.warn(f"there is no checkpoint in {config.run_dir}: the run starts at its first step", stacklevel=1)
     heldout: float | None = None
     seconds_stepping = tokens_stepping = 0.0
     with Monitor(config.run_dir, config.steps, done, writes=rank == 0, quiet=quiet) as monitor:
@@ -97,6 +113,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
             began = time.perf_counter()
             with record() as calls:
                 result = step([next(loader) for _ in range(config.accumulation)], index)
+            check_finite(result, index + 1, config.dtype, step.scale.value)
             seconds = time.perf_counter() - began
             tokens += result.tokens
             if index > done:  # The first step warms caches and allocators up.
@@ -130,14 +147,14 @@ def join(config: TrainConfig) -> DeviceMesh:
     return join_world(parallel.cp, parallel.dp, timedelta(seconds=parallel.timeout_seconds), parallel.threads)
 
 
-def make_loader(config: TrainConfig, store: TokenStore, mesh: DeviceMesh) -> Loader:
+def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: int) -> Loader:
     """Rows keyed by the data-parallel rank alone: all ranks of a CP group read the same."""
     return Loader(
         store,
         row_tokens=config.data.row_tokens,
         rows_per_batch=config.rows_per_batch,
-        dp_rank=mesh["dp"].get_local_rank(),
-        dp_size=mesh["dp"].size(),
+        dp_rank=dp_rank,
+        dp_size=dp_size,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
     )
@@ -148,6 +165,15 @@ def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore, mesh: Devi
     dp = mesh["dp"]
     rows = eval_batches(store, config.data.row_tokens, dp.get_local_rank(), dp.size(), config.eval_rows)
     return step.evaluate(list(rows))
+
+
+def check_finite(result: StepResult, step: int, dtype: str, scale: float) -> None:
+    """End a run whose gradients are not finite. fp16 may skip steps while its loss scale finds its place."""
+    if result.skipped and (dtype != "fp16" or scale < 1):
+        raise DivergedError(
+            f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: the run has diverged",
+            hint="lower optim.lr, warm up for longer, or set optim.clip_norm; resume=true goes on from the newest checkpoint",
+        )
 
 
 def _due(every: int | None, step: int, last: bool) -> bool:

@@ -31,7 +31,7 @@ def replay_and_leave(config: TrainConfig, steps: int, gradients: Path) -> Eviden
 def run_replay(config: TrainConfig, mesh: DeviceMesh, steps: int, gradients: Path) -> Evidence:
     """Replay `steps` steps on this rank of `mesh`. Rank 0 writes the first step's gradients. Collective."""
     store = open_store(config.data)
-    loader = make_loader(config, store, mesh)
+    loader = make_loader(config, store, mesh["dp"].get_local_rank(), mesh["dp"].size())
     step = TrainStep(make_model(config), mesh, config)
     given: list[npt.NDArray[np.int64]] = []
 
