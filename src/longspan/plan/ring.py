@@ -73,12 +73,12 @@ class Ring:
         own = self._rows[rank]
         if distance == 0:
             tiles = tuple(Tile(*row) for row in block.tolist())
-            return Step(source, slots, tiles, send=_transfer(following, own, 0, lambda near, far: far > 0))
+            return Step(source, slots, tiles, send=_transfer(following, own, False, lambda near, far: far > 0))
         before = [row for row in self._rows[source] if row[3] >= distance - 1]
         here = [row for row in before if row[3] >= distance]
         rows = sum(row[1] - row[0] for row in here)
-        arrived = _transfer(previous, before, 1, lambda near, far: far >= distance)
-        onwards = _transfer(following, here, 1, lambda near, far: far > distance)
+        arrived = _transfer(previous, before, True, lambda near, far: far >= distance)
+        onwards = _transfer(following, here, True, lambda near, far: far > distance)
         home = (rank + onward * distance) % ranks
         return Step(
             source,
@@ -86,14 +86,14 @@ class Ring:
             _renumber(block, here),
             recv=Transfer(previous, ((0, rows),), distance > 1 and _is_cut(arrived, before)) if arrived else None,
             send=None if onwards is None else replace(onwards, by_head=_is_cut(onwards, here)),
-            grad_recv=_transfer(previous, here, 1, lambda near, far: near < distance),
-            grad_send=_transfer(following, here, 1, lambda near, far: near <= distance < far),
-            home_send=_transfer(source, here, 1, lambda near, far: far == distance),
-            home_recv=_transfer(home, own, 0, lambda near, far: far == distance),
+            grad_recv=_transfer(previous, here, True, lambda near, far: near < distance),
+            grad_send=_transfer(following, here, True, lambda near, far: near <= distance < far),
+            home_send=_transfer(source, here, True, lambda near, far: far == distance),
+            home_recv=_transfer(home, own, False, lambda near, far: far == distance),
         )
 
 
-def _transfer(peer: int, rows: Sequence[_Row], packed: int, wanted: Callable[[int, int], bool]) -> Transfer | None:
+def _transfer(peer: int, rows: Sequence[_Row], packed: bool, wanted: Callable[[int, int], bool]) -> Transfer | None:
     """The rows that are `wanted`, numbered by slot or, in a `packed` buffer, one after the other."""
     runs: list[tuple[int, int]] = []
     offset = 0
