@@ -8,7 +8,7 @@ backward            dKV ->   dKV ->   dKV         partial gradients start at the
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -76,16 +76,17 @@ class Ring:
             return Step(source, slots, tiles, send=_transfer(following, own, False, lambda near, far: far > 0))
         before = [row for row in self._rows[source] if row[3] >= distance - 1]
         here = [row for row in before if row[3] >= distance]
-        rows = sum(row[1] - row[0] for row in here)
-        arrived = _transfer(previous, before, True, lambda near, far: far >= distance)
-        onwards = _transfer(following, here, True, lambda near, far: far > distance)
+        if not here and all(row[3] != distance for row in own):
+            return Step(source, 0, ())  # Nothing comes this far, and nothing comes home from there.
+        rows = sum([row[1] - row[0] for row in here])
+        arrived = _transfer(previous, before, True, lambda near, far: far >= distance, by_head=distance > 1)
         home = (rank + onward * distance) % ranks
         return Step(
             source,
             rows,
             _renumber(block, here),
-            recv=Transfer(previous, ((0, rows),), distance > 1 and _is_cut(arrived, before)) if arrived else None,
-            send=None if onwards is None else replace(onwards, by_head=_is_cut(onwards, here)),
+            recv=Transfer(previous, ((0, rows),), arrived.by_head) if arrived else None,
+            send=_transfer(following, here, True, lambda near, far: far > distance, by_head=True),
             grad_recv=_transfer(previous, here, True, lambda near, far: near < distance),
             grad_send=_transfer(following, here, True, lambda near, far: near <= distance < far),
             home_send=_transfer(source, here, True, lambda near, far: far == distance),
@@ -93,8 +94,13 @@ class Ring:
         )
 
 
-def _transfer(peer: int, rows: Sequence[_Row], packed: bool, wanted: Callable[[int, int], bool]) -> Transfer | None:
-    """The rows that are `wanted`, numbered by slot or, in a `packed` buffer, one after the other."""
+def _transfer(
+    peer: int, rows: Sequence[_Row], packed: bool, wanted: Callable[[int, int], bool], by_head: bool = False
+) -> Transfer | None:
+    """The rows that are `wanted`, numbered by slot or, in a `packed` buffer, one after the other.
+
+    With `by_head`, one run that is not all of the buffer travels as a message a head.
+    """
     runs: list[tuple[int, int]] = []
     offset = 0
     for start, stop, near, far in rows:
@@ -106,12 +112,9 @@ def _transfer(peer: int, rows: Sequence[_Row], packed: bool, wanted: Callable[[i
                 runs[-1] = (runs[-1][0], last)
             else:
                 runs.append((first, last))
-    return Transfer(peer, tuple(runs)) if runs else None
-
-
-def _is_cut(transfer: Transfer, buffer: Sequence[_Row]) -> bool:
-    """Whether the rows are one run of a buffer, but not all of it."""
-    return len(transfer.runs) == 1 and transfer.rows < sum(stop - start for start, stop, _, _ in buffer)
+    if not runs:
+        return None
+    return Transfer(peer, tuple(runs), by_head and len(runs) == 1 and runs[0][1] - runs[0][0] < offset)
 
 
 def _renumber(block: np.ndarray, here: Sequence[_Row]) -> tuple[Tile, ...]:
