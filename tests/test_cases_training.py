@@ -14,8 +14,8 @@ from longspan import ContextParallel, Mask
 from longspan.data import Batch, Loader, open_store
 from longspan.model import ModelConfig
 from longspan.train.config import TrainConfig
+from longspan.train.loader import make_loader
 from longspan.train.model import make_model
-from longspan.train.run import make_loader
 from longspan.train.step import TrainStep
 from tests.oracle import raised
 from tests.ranks import run_ranks

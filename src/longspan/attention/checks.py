@@ -1,4 +1,4 @@
-"""What an attention call must satisfy before anything moves; the first call on a plan also compares the ranks."""
+"""What an attention call must satisfy before anything moves: here, and compared over the ranks."""
 
 import torch
 

@@ -182,9 +182,9 @@ class _Travelling:
         done = [gradient.rows() for gradient in self.here]
         onwards, homewards = Hop(), Hop()
         if step.grad_send is not None:
-            onwards.sends += [(step.grad_send.peer, _pick(x, step.grad_send.runs)) for x in done]
+            onwards.sends += [(step.grad_send.peer, _pick(x, step.grad_send.runs, dim=0)) for x in done]
         if step.home_send is not None:
-            homewards.sends += [(step.home_send.peer, _pick(x, step.home_send.runs)) for x in done]
+            homewards.sends += [(step.home_send.peer, _pick(x, step.home_send.runs, dim=0)) for x in done]
         del done
         self._arriving = self._next(onwards, following, like)
         self._homing = self._receive(homewards, step.home_recv, self._home, in_place=False)
@@ -253,13 +253,10 @@ def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
     if transfer.by_head:
         start, stop = transfer.runs[0]
         return [head[start:stop] for head in x.flatten(0, 1)]
-    if len(transfer.runs) == 1:
-        return [x[:, :, transfer.runs[0][0] : transfer.runs[0][1]].contiguous()]
-    return [torch.cat([x[:, :, start:stop] for start, stop in transfer.runs], dim=2)]
+    return [_pick(x, transfer.runs, dim=2)]
 
 
-def _pick(rows: Tensor, runs: Runs) -> Tensor:
+def _pick(x: Tensor, runs: Runs, dim: int) -> Tensor:
     """The rows of `runs`, contiguous: as they are if they are one contiguous run, else packed."""
-    if len(runs) == 1:
-        return rows[runs[0][0] : runs[0][1]].contiguous()
-    return torch.cat([rows[start:stop] for start, stop in runs])
+    parts = [x.narrow(dim, start, stop - start) for start, stop in runs]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim)

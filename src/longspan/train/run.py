@@ -11,10 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.launch import join_world, launch, leave_world, under_torchrun
 from longspan.comm.traffic import record
-from longspan.data import Loader, TokenStore, eval_batches, open_store, unigram_entropy
+from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.spec import CheckpointError, DivergedError, SpecError
 from longspan.train import checkpoint
 from longspan.train.config import TrainConfig
+from longspan.train.loader import make_loader
 from longspan.train.model import make_model, model_config
 from longspan.train.monitor import Monitor, gather_usage, measure
 from longspan.train.step import StepResult, TrainStep
@@ -145,19 +146,6 @@ def join(config: TrainConfig) -> DeviceMesh:
     """This rank's mesh, of the degrees that the configuration asks for."""
     parallel = config.parallel
     return join_world(parallel.cp, parallel.dp, timedelta(seconds=parallel.timeout_seconds), parallel.threads)
-
-
-def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: int) -> Loader:
-    """Rows keyed by the data-parallel rank alone: all ranks of a CP group read the same."""
-    return Loader(
-        store,
-        row_tokens=config.data.row_tokens,
-        rows_per_batch=config.rows_per_batch,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
-        seed=config.data.seed,
-        shuffle=config.data.shuffle,
-    )
 
 
 def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore, mesh: DeviceMesh) -> float:

@@ -85,8 +85,7 @@ class TrainStep:
             loss_sum = self.loss_sum(batch)
             (loss_sum * (factor * self.scale.value)).backward()
             total += loss_sum.detach().double()
-        dist.all_reduce(total, group=self.everyone.get_group())
-        return (float(total) / targets if targets else 0.0), targets, tokens
+        return self._mean(total, targets), targets, tokens
 
     def loss_sum(self, batch: Batch) -> torch.Tensor:
         """Sum of the losses of this rank's tokens of a global row; collective over the CP group."""
@@ -104,14 +103,18 @@ class TrainStep:
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | None]) -> float:
         """Token-weighted mean loss over the rows of all dp ranks; ranks without a row (None) take part with nothing."""
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for batch in batches:
-            # A rank without a row of its own still gathers weights with the others: it runs one token and counts none.
-            loss = self.loss_sum(batch or Batch.from_documents([[0]])).double()
-            if batch is not None:
-                total += torch.stack((loss, loss.new_tensor(batch.num_targets / self.cp.size)))
+        # A rank without a row of its own still gathers weights with the others: it runs one token, which has no target.
+        rows = [batch or Batch.from_documents([[0]]) for batch in batches]
+        (targets,) = self._sum_over_dp([sum(batch.num_targets for batch in rows)])
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in rows:
+            total += self.loss_sum(batch).double()
+        return self._mean(total, targets)
+
+    def _mean(self, total: torch.Tensor, targets: int) -> float:
+        """The loss sums of all ranks over the global number of targets; 0 without any. Collective."""
         dist.all_reduce(total, group=self.everyone.get_group())
-        return float(total[0] / total[1]) if total[1] else 0.0
+        return float(total) / targets if targets else 0.0
 
     def _sum_over_dp(self, counts: Sequence[int]) -> list[int]:
         """Every CP rank knows the whole row, so only the dp ranks add up."""

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from longspan.data import Batch, Loader, open_store
+from longspan.data import Batch, open_store
 from longspan.model import Decoder
 from longspan.train.config import TrainConfig
+from longspan.train.loader import make_loader
 from longspan.train.model import DTYPES, make_model
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
 from longspan.verify.evidence import Evidence, digest_inputs, input_rows
@@ -26,16 +27,7 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
     The rows of all data-parallel ranks and micro-batches of a step are read one after the other.
     """
     torch.set_num_threads(os.cpu_count() or 1)
-    store = open_store(config.data)
-    loader = Loader(
-        store,
-        row_tokens=config.data.row_tokens,
-        rows_per_batch=config.rows_per_batch,
-        dp_rank=0,
-        dp_size=1,
-        seed=config.data.seed,
-        shuffle=config.data.shuffle,
-    )
+    loader = make_loader(config, open_store(config.data), dp_rank=0, dp_size=1)
     model = make_model(config)
     optimizer = make_optimizer(model, config.optim)
     scale = LossScale.of_dtype(config.dtype)

@@ -13,9 +13,10 @@ from torch.distributed.tensor import DTensor
 from longspan.comm.launch import leave_world
 from longspan.data import open_store
 from longspan.train.config import TrainConfig
+from longspan.train.loader import make_loader
 from longspan.train.model import make_model
 from longspan.train.optim import learning_rate, update
-from longspan.train.run import join, make_loader
+from longspan.train.run import join
 from longspan.train.step import TrainStep
 from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 

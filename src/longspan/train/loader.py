@@ -1,0 +1,17 @@
+"""The rows a run reads: the same loader for training and for both sides of `verify`."""
+
+from longspan.data import Loader, TokenStore
+from longspan.train.config import TrainConfig
+
+
+def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: int) -> Loader:
+    """Rows keyed by the data-parallel rank alone: all ranks of a CP group read the same."""
+    return Loader(
+        store,
+        row_tokens=config.data.row_tokens,
+        rows_per_batch=config.rows_per_batch,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        seed=config.data.seed,
+        shuffle=config.data.shuffle,
+    )
