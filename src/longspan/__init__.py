@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longspan.attention.attention import attention
     from longspan.attention.context import ContextParallel
+    from longspan.attention.staged import Projections, UpipeAttention, projected_attention
     from longspan.comm.sharding import shard, unshard
     from longspan.comm.traffic import record
     from longspan.plan import Layout, Mask, Plan, plan_attention
@@ -22,8 +23,11 @@ _HOME = {
     "LongspanError": "longspan.spec",
     "Mask": "longspan.plan",
     "Plan": "longspan.plan",
+    "Projections": "longspan.attention.staged",
+    "UpipeAttention": "longspan.attention.staged",
     "attention": "longspan.attention.attention",
     "plan_attention": "longspan.plan",
+    "projected_attention": "longspan.attention.staged",
     "record": "longspan.comm.traffic",
     "shard": "longspan.comm.sharding",
     "unshard": "longspan.comm.sharding",
@@ -35,8 +39,11 @@ __all__ = [
     "LongspanError",
     "Mask",
     "Plan",
+    "Projections",
+    "UpipeAttention",
     "attention",
     "plan_attention",
+    "projected_attention",
     "record",
     "shard",
     "unshard",

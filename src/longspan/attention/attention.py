@@ -5,7 +5,7 @@ import torch
 from longspan.attention.executor import Share
 from longspan.attention.operators import ShareRef, attention_forward
 from longspan.comm.groups import Group, as_group, rank_and_size
-from longspan.plan import Plan
+from longspan.plan import STAGED, Plan
 from longspan.spec import SpecError
 
 
@@ -23,9 +23,10 @@ def attention(
     """Softmax attention of this rank's queries over every key of the sequence that the plan's mask lets them see.
 
     q `(B, H, T, D)`, k `(B, K, T, D)`, v `(B, K, T, Dv)` are this rank's slots; the result is `(B, H, T, Dv)` in q's type, 0 for
-    dead slots and queries that see nothing. `group` is a process group or 1-D mesh of `plan.ranks` ranks. `scale` defaults
-    to `D ** -0.5`. `kernel` is "auto", "sdpa" or "reference". `sink (H,)` is a learnable logit per head in every row's
-    denominator; its gradient holds this rank's rows only, like that of any replicated parameter.
+    dead slots and queries that see nothing. `group` is a process group or 1-D mesh of `plan.ranks` ranks, or for a route of two
+    levels a 2-D mesh (outer, inner). `scale` defaults to `D ** -0.5`. `kernel` is "auto", "sdpa" or "reference". `sink (H,)`
+    is a learnable logit per head in every row's denominator; its gradient holds what this rank computed, its rows or its
+    heads, like that of any replicated parameter.
 
     Collective: every rank of the group calls it alike, forward and backward, and the ranks compare what they were given. There
     is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,
@@ -33,13 +34,19 @@ def attention(
     """
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    out, _ = attention_forward(q, k, v, sink, share_of(plan, group, kernel), scale)
+    if plan.route == STAGED:
+        raise SpecError(
+            f"route {STAGED!r} was given q, k and v of all heads, which it is there to avoid",
+            hint='give the layer\'s input to longspan.projected_attention (or UpipeAttention), or use route="ulysses"',
+        )
+    ref = share_of(plan, group, kernel)
+    out, *_ = attention_forward(q, k, v, sink, ref, scale, ref.exchanged)
     return out
 
 
 def share_of(plan: Plan, group: Group, kernel: str = "auto") -> ShareRef:
     """This rank's share of a plan in a group, made once and kept for as long as the plan lives."""
-    process_group = as_group(group)
+    process_group = as_group(group, plan.degrees.levels)
     kept = plan.attachments
     key = (process_group, kernel)
     if key not in kept:

@@ -31,8 +31,14 @@ def check_call(
     heads_and_dims = (
         f"{q.shape[0]} {tuple(q.shape[1:2])} {tuple(k.shape[1:2])} {tuple(q.shape[3:])} {tuple(v.shape[3:])}"
     )
-    call = f"{heads_and_dims} {q.dtype} {scale} {sink is not None}"
-    if q.device.type == "cuda" and agreed:
+    check_together(share, agreed, q.device, f"{heads_and_dims} {q.dtype} {scale} {sink is not None}", problem)
+
+
+def check_together(
+    share: Share, agreed: set[str], device: torch.device, call: str, problem: LongspanError | None
+) -> None:
+    """Raise the `problem`, here and on the other ranks, or if these have another plan or another kind of `call`."""
+    if device.type == "cuda" and agreed:
         if problem is not None:
             raise problem
         if call in agreed:

@@ -6,13 +6,14 @@ from typing import overload
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.attention import attention
 from longspan.attention.kernel import check_kernel_name
 from longspan.comm.agree import check_agreement
-from longspan.comm.groups import Group, as_group, rank_and_size
+from longspan.comm.groups import Group, as_group, rank_and_size, ranks_per_node
 from longspan.comm.sharding import gather, shard
-from longspan.plan import Layout, Mask, Plan, plan_attention
+from longspan.plan import Costs, Layout, Mask, Plan, check_wire_dtype, plan_attention
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
@@ -21,14 +22,17 @@ DEAD = {"labels": -100, "position_ids": -1}
 """What dead slots hold, by the tensor's name; 0 for every other name."""
 
 _PLANS_KEPT = 16
+_WIRE_NAMES: dict[object, str] = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
 
 
 class ContextParallel:
-    """Context parallelism over one process group or 1-D mesh axis.
+    """Context parallelism over one process group or 1-D mesh axis, or over a 2-D mesh (outer, inner).
 
-    `layout` is "contiguous", "zigzag" or "striped"; `route` is "ring". `heads` (query heads, KV heads on one rank) lets counts
-    speak of all heads. `slots_multiple_of` pads each rank's local length with dead slots to a multiple. `inner` and
-    `wire_dtype` belong to routes that are not available yet, and are refused.
+    `layout` is "contiguous", "zigzag" or "striped"; `route` one of `longspan.plan.ROUTES` or "auto". `heads` (query heads, KV
+    heads on one rank, after tensor parallelism of degree `tp`) is needed by routes that move heads. `inner` is the inner
+    degree of a route with two levels; a 2-D mesh tells it, and else it is chosen. `wire_dtype` bf16 or fp8 (a torch type or
+    "bf16", "fp8") rounds keys and values for their way. `slots_multiple_of` pads each rank's local length with dead slots to
+    a multiple. `costs` is what "auto" weighs routes by.
     """
 
     def __init__(
@@ -39,23 +43,28 @@ class ContextParallel:
         heads: tuple[int, int] | None = None,
         inner: int | None = None,
         kernel: str = "auto",
-        wire_dtype: torch.dtype | None = None,
+        wire_dtype: torch.dtype | str | None = None,
         slots_multiple_of: int | None = None,
+        *,
+        tp: int = 1,
+        costs: Costs | None = None,
     ) -> None:
-        if wire_dtype is not None:
-            raise SpecError(
-                f"wire_dtype={wire_dtype}: keys and values travel in their own type", hint="leave wire_dtype out"
-            )
         if slots_multiple_of is not None and slots_multiple_of < 1:
             raise SpecError(f"slots_multiple_of={slots_multiple_of} must be at least 1")
-        self.group = as_group(mesh_or_group)
+        if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim == 2:
+            inner = mesh_or_group.size(1) if inner is None else inner
+            self.group = as_group(mesh_or_group, (mesh_or_group.size() // inner, inner))
+        else:
+            self.group = as_group(mesh_or_group)
         if self.group is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise SpecError(
                 f"no group was given in a world of {dist.get_world_size()} ranks",
                 hint="give dist.group.WORLD, or the mesh's context-parallel axis",
             )
         self.rank, self.size = rank_and_size(self.group)
-        self.layout, self.route, self.heads, self.inner = layout, route, heads, inner
+        self.layout, self.route, self.heads, self.inner, self.tp = layout, route, heads, inner, tp
+        self.wire_dtype = check_wire_dtype(_WIRE_NAMES.get(wire_dtype, str(wire_dtype)) if wire_dtype else None)
+        self.costs, self.ranks_per_node = costs or Costs(), ranks_per_node(self.group)
         self.kernel, self.slots_multiple_of = check_kernel_name(kernel), slots_multiple_of
         self._plans: dict[tuple[Layout, Mask], Plan] = {}
         # A sequence of one token per rank shows now what every later one would be refused for.
@@ -94,7 +103,10 @@ class ContextParallel:
     def plan(self, layout: Layout, mask: Mask) -> Plan:
         """The plan for a mask over a layout; the latest are kept, so that a mask that comes again is not planned again."""
         key = (layout, mask)
-        plan = self._plans.pop(key, None) or plan_attention(layout, mask, self.route, self.heads, self.inner)
+        plan = self._plans.pop(key, None) or plan_attention(
+            layout, mask, self.route, self.heads, self.inner,
+            wire_dtype=self.wire_dtype, tp=self.tp, ranks_per_node=self.ranks_per_node, costs=self.costs,
+        )  # fmt: skip
         self._plans[key] = plan
         if len(self._plans) > _PLANS_KEPT:
             del self._plans[next(iter(self._plans))]

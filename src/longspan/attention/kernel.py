@@ -23,7 +23,8 @@ class Kernel(Protocol):
     The executor gives tensors whose last dim is contiguous; other strides are arbitrary.
     """
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         """Why tensors of these types, dims and devices cannot be computed, or None."""

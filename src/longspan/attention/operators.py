@@ -1,6 +1,6 @@
 """The executor as registered operators, so that compiled code and selective checkpointing see two calls and no internals.
 
-    longspan::attention_forward    q, k, v, sink, share, scale -> out, lse
+    longspan::attention_forward    q, k, v, sink, share, scale -> out, lse, what backward needs of exchanged heads
     longspan::attention_backward   dout, q, k, v, out, lse, sink, share, scale -> dq, dk, dv, dsink
 
 Plan and group travel in a `Share`, registered as an opaque reference: one compilation serves every plan. This is the only file
@@ -26,6 +26,10 @@ class ShareRef(OpaqueBase):
     def __init__(self, share: Share) -> None:
         self.share = share
         self.agreed: set[str] = set()
+        heads = share.work.heads
+        self.exchanged = [] if heads is None else [heads.num_query, heads.num_kv, heads.rows, heads.kv[-1][1]]
+        """Query heads, KV heads and rows that this rank computes, and all KV heads, if heads are exchanged: what compiled
+        code must know to tell the shapes of results, and cannot read from an opaque object."""
 
 
 register_opaque_type(ShareRef, typ="reference")
@@ -33,9 +37,10 @@ register_opaque_type(ShareRef, typ="reference")
 
 @torch.library.custom_op("longspan::attention_forward", mutates_args=())
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ref: ShareRef, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Out `(B, H, T, Dv)` and lse `(B, H, T)` of local shards. Sends and receives."""
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ref: ShareRef, scale: float, exchanged: list[int]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Out `(B, H, T, Dv)` of local shards; lse, and q, k, v, out in place of the local ones if heads are exchanged, of the rows
+    computed here. Sends and receives."""
     check_call(ref.share, q, k, v, sink, scale, ref.agreed)
     return run_forward(ref.share, q, k, v, sink, scale)
 
@@ -51,14 +56,24 @@ def attention_backward(
     sink: Tensor | None,
     ref: ShareRef,
     scale: float,
+    exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the sink (empty without one). Sends and receives, whichever of them are wanted."""
     return run_backward(ref.share, dout, q, k, v, out, lse, sink, scale)
 
 
 @attention_forward.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ref: ShareRef, scale: float) -> tuple[Tensor, Tensor]:
-    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+def _(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ref: ShareRef, scale: float, exchanged: list[int]
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    B, H, T, D = q.shape
+    Dv, wide = v.shape[3], accumulation_dtype(q.dtype)
+    out = q.new_empty(B, H, T, Dv)
+    if not exchanged:
+        return out, q.new_empty(B, H, T, dtype=wide), []
+    own_q, own_kv, rows, _ = exchanged
+    together = [q.new_empty(B, heads, rows, dim) for heads, dim in ((own_q, D), (own_kv, D), (own_kv, Dv), (own_q, Dv))]
+    return out, q.new_empty(B, own_q, rows, dtype=wide), together
 
 
 @attention_backward.register_fake
@@ -72,24 +87,35 @@ def _(
     sink: Tensor | None,
     ref: ShareRef,
     scale: float,
+    exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape[2], *x.shape[:2], x.shape[3]).permute(1, 2, 0, 3) for x in (q, k, v))
-    return dq, dk, dv, q.new_empty(0) if sink is None else torch.empty_like(sink)
+    dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
+    if exchanged:
+        B, H, T, _ = dout.shape
+        dq, dk, dv = (x.new_empty(B, n, T, x.shape[3]) for x, n in ((q, H), (k, exchanged[3]), (v, exchanged[3])))
+    else:
+        dq, dk, dv = (x.new_empty(x.shape[2], *x.shape[:2], x.shape[3]).permute(1, 2, 0, 3) for x in (q, k, v))
+    return dq, dk, dv, dsink
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sink, ctx.ref, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(q, k, v, *output, sink)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    q, k, v, sink, ctx.ref, ctx.scale, ctx.exchanged = inputs
+    out, lse, together = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse, *together)
+    ctx.save_for_backward(*(together or (q, k, v, out)), lse, sink)
 
 
-def _differentiate(ctx: Any, dout: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, sink = ctx.saved_tensors
-    dq, dk, dv, dsink = attention_backward(dout, q, k, v, out, lse, sink, ctx.ref, ctx.scale)
+    none: Any = None if ctx.exchanged else []  # torch takes an empty list for one of tensors
+    if dout is None:
+        return (*[None] * 6, none)
+    dq, dk, dv, dsink = attention_backward(dout, q, k, v, out, lse, sink, ctx.ref, ctx.scale, ctx.exchanged)
     wanted = [
         grad if needed else None for grad, needed in zip((dq, dk, dv, dsink), ctx.needs_input_grad[:4], strict=True)
     ]
-    return (*wanted, None, None)
+    return (*wanted, None, None, none)
 
 
 attention_forward.register_autograd(_differentiate, setup_context=_keep)

@@ -28,6 +28,11 @@ class Output:
         rows = slice(tile.q0, tile.q1)
         merge_(so_far[:, :, rows], so_far_lse[:, :, rows], out, lse)
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What holds the sum so far."""
+        return self._sum or ()
+
     def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
         """Out in the type of q, and lse."""
         out, lse = self._sum if self._sum is not None and sink is None else self._wide()
@@ -78,6 +83,7 @@ class Gradient:
             self._sum = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
         return self._sum
 
-    def finish(self) -> Tensor:
-        """`(B, K, T, D)` in the type of the input."""
-        return self.rows().to(self._like.dtype).permute(1, 2, 0, 3)
+    def finish(self, partial: bool = False) -> Tensor:
+        """`(B, K, T, D)` in the type of the input, or as wide as it is if it is `partial`, a term of a sum."""
+        rows = self.rows() if partial else self.rows().to(self._like.dtype)
+        return rows.permute(1, 2, 0, 3)

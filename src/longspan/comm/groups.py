@@ -1,5 +1,8 @@
 """Process groups from whatever the caller holds: a group, a one-dimensional DeviceMesh, or nothing (one rank)."""
 
+import os
+from itertools import groupby
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,9 +12,21 @@ from longspan.spec import SpecError
 Group = dist.ProcessGroup | DeviceMesh | None
 
 
-def as_group(group: Group) -> dist.ProcessGroup | None:
-    """The process group behind `group`; None stays None and means a group of this rank alone."""
+def as_group(group: Group, levels: tuple[int, int] | None = None) -> dist.ProcessGroup | None:
+    """The process group behind `group`; None stays None and means a group of this rank alone.
+
+    A mesh of two axes (outer, inner) is taken for the group of all its ranks where a route has two `levels`, of these sizes.
+    """
     if isinstance(group, DeviceMesh):
+        if group.ndim == 2 and levels is not None:
+            if tuple(group.shape) != levels:
+                raise SpecError(
+                    f"a mesh of {group.size(0)} x {group.size(1)} ranks (outer, inner) was given to a route of "
+                    f"{levels[0]} x {levels[1]}",
+                    hint=f"set inner={group.size(1)}, or give a mesh of that shape",
+                )
+            # One group of all ranks, made once for a mesh; messages go by the plan's own numbers.
+            return group._flatten().get_group()
         if group.ndim != 1:
             names = group.mesh_dim_names or "without names"
             raise SpecError(
@@ -32,6 +47,16 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise SpecError(f"this process (global rank {dist.get_rank()}) is not part of the given group")
     return rank, dist.get_world_size(group)
+
+
+def ranks_per_node(group: dist.ProcessGroup | None) -> int | None:
+    """How many neighbouring ranks of `group` share a node, if torchrun tells and every node holds as many; else None."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    if group is None or local is None:
+        return None
+    nodes = [rank // int(local) for rank in dist.get_process_group_ranks(group)]
+    sizes = [len(list(run)) for _, run in groupby(nodes)]
+    return sizes[0] if len(set(sizes)) == 1 and len(sizes) == len(set(nodes)) else None
 
 
 def wire_device(group: dist.ProcessGroup) -> torch.device:

@@ -1,10 +1,11 @@
-"""Point-to-point hops: a batch of sends and receives in flight while the caller computes.
+"""Hops: a batch of messages in flight while the caller computes, each by itself or all in one all-to-all.
 
 A pair of ranks matches messages in the order they were posted, so both sides build their batches from the same plan.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,50 +13,109 @@ import torch.distributed as dist
 from longspan.comm.traffic import Call
 from longspan.spec import CommError
 
+Message = tuple[int, torch.Tensor]
+"""A rank of the group, and a contiguous tensor to send to it or to fill from it."""
+
 
 @dataclass
 class Hop:
-    """Messages to post together: contiguous tensors to send, and tensors to fill. Peers are ranks of the group."""
+    """Messages to post together."""
 
-    sends: list[tuple[int, torch.Tensor]] = field(default_factory=list)
-    receives: list[tuple[int, torch.Tensor]] = field(default_factory=list)
+    sends: list[Message] = field(default_factory=list)
+    receives: list[Message] = field(default_factory=list)
 
-    def post(self, group: dist.ProcessGroup | None, call: Call) -> "Flight":
-        """Start all messages. The tensors must stay untouched until `Flight.wait`."""
-        if not self.sends and not self.receives:
-            return Flight([], self)
+    def post(self, group: dist.ProcessGroup | None, call: Call, collective: bool = False) -> "Flight":
+        """Start all messages, as one all-to-all if `collective` (then every rank of the group posts one). The tensors must
+        stay untouched until `Flight.wait`."""
+        if not self.sends and not self.receives and not collective:
+            return Flight()
         assert group is not None, "a plan of one rank has no messages"
-        operations = [dist.P2POp(dist.isend, tensor, group=group, group_peer=peer) for peer, tensor in self.sends]
-        operations += [dist.P2POp(dist.irecv, tensor, group=group, group_peer=peer) for peer, tensor in self.receives]
         call.bytes_sent += sum(tensor.nbytes for _, tensor in self.sends)
         call.messages_sent += len(self.sends)
+        peers = [peer for peer, _ in (*self.sends, *self.receives)]
+        start = call.clock.now()
+        landed: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            return Flight(dist.batch_isend_irecv(operations), self)
+            if collective:
+                call.collectives += 1
+                works, landed, kept = self._all_to_all(group)
+            else:
+                operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in self.sends]
+                operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in self.receives]
+                works, kept = dist.batch_isend_irecv(operations), (self.sends, self.receives)
         except RuntimeError as error:
-            raise _lost([peer for peer, _ in (*self.sends, *self.receives)], error) from error
+            raise _lost(peers, error) from error
+        return Flight(works, peers, start, sum(x.nbytes for _, x in self.receives), landed, kept)
+
+    def _all_to_all(self, group: dist.ProcessGroup) -> tuple[Sequence[dist.Work], list[tuple[Any, Any]], Any]:
+        """Post one all-to-all; also where pieces have yet to be copied when it is done, and what must live until then."""
+        ranks = dist.get_world_size(group)
+        sends, receives = (sorted(messages, key=lambda message: message[0]) for messages in (self.sends, self.receives))
+        like = [x for _, x in (*sends, *receives)] or [torch.empty(0)]
+        outgoing = joined([x for _, x in sends])
+        if outgoing is None:
+            outgoing = torch.cat([x.reshape(-1) for _, x in sends]) if sends else like[0].new_empty(0)
+        incoming = joined([x for _, x in receives])
+        landed: list[tuple[Any, Any]] = []
+        if incoming is None:
+            sizes = [x.numel() for _, x in receives]
+            incoming = like[0].new_empty(sum(sizes))
+            pieces = torch.split(incoming, sizes) if receives else ()
+            landed = [(x, piece.view(x.shape)) for (_, x), piece in zip(receives, pieces, strict=True)]
+        work = dist.all_to_all_single(
+            incoming, outgoing, _sizes(receives, ranks), _sizes(sends, ranks), group=group, async_op=True
+        )
+        assert work is not None
+        return [work], landed, (outgoing, incoming)
 
 
 @dataclass
 class Flight:
     """Messages under way; holds on to their tensors."""
 
-    works: Sequence[dist.Work]
-    hop: Hop
+    works: Sequence[dist.Work] = ()
+    peers: Sequence[int] = ()
+    start: Any = None
+    num_bytes: int = 0
+    landed: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    kept: Any = None
 
     def wait(self, call: Call) -> None:
         """Return when everything has arrived and left. Raises `CommError` naming the peers if one of them is gone."""
         if not self.works:
             return
-        peers = [peer for peer, _ in (*self.hop.sends, *self.hop.receives)]
         with call.spend("waiting"):
             for index, work in enumerate(self.works):
                 try:
                     work.wait()
                 except RuntimeError as error:
                     # A backend may answer for the whole batch with one work.
-                    raise _lost([peers[index]] if len(self.works) == len(peers) else peers, error) from error
-        call.bytes_received += sum(tensor.nbytes for _, tensor in self.hop.receives)
-        self.works, self.hop = [], Hop()
+                    one_each = len(self.works) == len(self.peers)
+                    raise _lost(self.peers[index : index + 1] if one_each else self.peers, error) from error
+        call.flew(self.start, self.num_bytes)
+        call.bytes_received += self.num_bytes
+        for place, piece in self.landed:
+            place.copy_(piece)
+        self.works, self.landed, self.kept = (), [], None
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Contiguous tensors that lie one after the other in one storage, as one flat view of it; None if they do not."""
+    if not tensors:
+        return None
+    first, end = tensors[0], tensors[0].storage_offset()
+    for x in tensors:
+        if x.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or x.storage_offset() != end:
+            return None
+        end += x.numel()
+    return torch.as_strided(first, (end - first.storage_offset(),), (1,), first.storage_offset())
+
+
+def _sizes(messages: Sequence[Message], ranks: int) -> list[int]:
+    sizes = [0] * ranks
+    for peer, x in messages:
+        sizes[peer] += x.numel()
+    return sizes
 
 
 def _lost(peers: Sequence[int], error: RuntimeError) -> CommError:

@@ -2,60 +2,181 @@
 
 with record() as calls:
     ...
-calls[0].bytes_sent
+calls[0].bytes_sent;  calls.save_trace("trace.json")     # for chrome://tracing or ui.perfetto.dev
 """
 
+import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
+
+from longspan.plan import share_of_heads
+
+Phase = Literal["forward", "backward"]
 Activity = Literal["kernels", "waiting", "merging"]
 
-_recorders: list[list["Call"]] = []
+_recorders: list["Calls"] = []
 """The lists that `record()` has open, innermost last. The one piece of state that attention calls look at."""
+
+
+class Clock(Protocol):
+    """Marks moments, cheaply; says later how far apart they are."""
+
+    def now(self) -> Any: ...
+
+    def seconds(self, start: Any, end: Any) -> float: ...
+
+
+class WallClock:
+    """The time of the calling thread, which does all the work itself (CPU)."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class StreamClock:
+    """Events in the current CUDA stream: the time of the device, for calls that return before their work is done."""
+
+    def now(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+
+class Interval(NamedTuple):
+    """From one mark of the clock to another: an activity of the call, or a hop in flight and its bytes."""
+
+    name: Activity | Literal["hop"]
+    start: Any
+    end: Any
+    bytes: int = 0
 
 
 @dataclass
 class Call:
     """One attention call and phase on this rank, filled in while it runs.
 
-    Bytes count payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per head and batch
-    row. Seconds are wall time of the calling thread; on CUDA, where calls return early, they are not measured (None).
+    Bytes count payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per batch row and as
+    pairs on all heads. `rows_received` counts KV rows. On CUDA, seconds are the device's and wait for it when they are read.
     """
 
-    phase: Literal["forward", "backward"]
+    phase: Phase
     route: str
     kernel: str
     rank: int
+    clock: Clock = field(default_factory=WallClock, repr=False)
     bytes_sent: int = 0
     bytes_received: int = 0
     rows_received: int = 0
     messages_sent: int = 0
+    collectives: int = 0
     kernel_calls: int = 0
-    pairs: int = 0
-    seconds_total: float | None = 0.0
-    seconds_kernels: float | None = 0.0
-    seconds_waiting: float | None = 0.0
-    seconds_merging: float | None = 0.0
+    pairs_computed: int = 0
+    """On the heads that this rank works on: one of `head_shares` equal shares."""
+    head_shares: int = 1
+    start: Any = field(default=None, repr=False)
+    end: Any = field(default=None, repr=False)
+    unix_start: float = field(default=0.0, repr=False)
+    intervals: list[Interval] = field(default_factory=list, repr=False)
 
     @contextmanager
     def spend(self, activity: Activity) -> Iterator[None]:
-        """Add the time of the block to `seconds_<activity>`."""
-        name = f"seconds_{activity}"
-        if getattr(self, name) is None:
-            yield
-            return
-        began = time.perf_counter()
+        """Count the time of the block as spent on `activity`."""
+        start = self.clock.now()
         yield
-        setattr(self, name, getattr(self, name) + time.perf_counter() - began)
+        self.intervals.append(Interval(activity, start, self.clock.now()))
+
+    def flew(self, start: Any, num_bytes: int) -> None:
+        """A hop posted at `start` is known to have arrived now."""
+        self.intervals.append(Interval("hop", start, self.clock.now(), num_bytes))
+
+    @property
+    def pairs(self) -> float:
+        return share_of_heads(self.pairs_computed, 1, self.head_shares)
+
+    @property
+    def seconds_total(self) -> float:
+        return self.clock.seconds(self.start, self.end)
+
+    @property
+    def seconds_kernels(self) -> float:
+        return self._seconds("kernels")
+
+    @property
+    def seconds_waiting(self) -> float:
+        return self._seconds("waiting")
+
+    @property
+    def seconds_merging(self) -> float:
+        return self._seconds("merging")
+
+    @property
+    def seconds_communication(self) -> float:
+        """Time in which a hop was under way: posted, and not yet found to have arrived. Hops side by side count once."""
+        total = reached = 0.0
+        for start, end in sorted(self._spans("hop")):
+            total += max(0.0, end - max(start, reached))
+            reached = max(reached, end)
+        return total
+
+    @property
+    def overlap(self) -> float:
+        """The part of the communication under which this rank computed: 1 - waiting / communication; 1 without any."""
+        under_way = self.seconds_communication
+        return 1 - self.seconds_waiting / under_way if under_way else 1.0
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """The call and its intervals as events of a Chrome trace, in microseconds of the machine's clock."""
+        begin = self.unix_start * 1e6
+        label = f"{self.phase} {self.route}"
+        counts = {"bytes_sent": self.bytes_sent, "pairs": self.pairs, "kernel_calls": self.kernel_calls}
+        yield self._event(label, "attention", begin, self.seconds_total, counts)
+        for interval in self.intervals:
+            start = self.clock.seconds(self.start, interval.start)
+            seconds = self.clock.seconds(interval.start, interval.end)
+            lane = "hops" if interval.name == "hop" else "work"
+            yield self._event(interval.name, lane, begin + start * 1e6, seconds, {"bytes": interval.bytes})
+
+    def _event(
+        self, name: str, lane: str, microseconds: float, seconds: float, values: dict[str, Any]
+    ) -> dict[str, Any]:
+        place = {"pid": self.rank, "tid": lane, "ts": microseconds, "dur": seconds * 1e6}
+        return {"name": name, "ph": "X", **place, "args": values}
+
+    def _spans(self, name: str) -> list[tuple[float, float]]:
+        found = [interval for interval in self.intervals if interval.name == name]
+        return [(self.clock.seconds(self.start, i.start), self.clock.seconds(self.start, i.end)) for i in found]
+
+    def _seconds(self, name: str) -> float:
+        return sum(self.clock.seconds(i.start, i.end) for i in self.intervals if i.name == name)
+
+
+class Calls(list[Call]):
+    """The calls of this process, in the order in which they began."""
+
+    def save_trace(self, path: str | Path) -> None:
+        """Write a trace that chrome://tracing and ui.perfetto.dev open: a process per rank; attention, work, hops below each
+        other. Traces of several ranks of one machine share a clock: put their `traceEvents` together."""
+        events = [event for call in self for event in call.events()]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
 
 
 @contextmanager
-def record() -> Iterator[list[Call]]:
+def record() -> Iterator[Calls]:
     """Collect a `Call` for every attention call and phase of this process that starts inside the block, backward included."""
-    calls: list[Call] = []
+    calls = Calls()
     _recorders.append(calls)
     try:
         yield calls
@@ -65,14 +186,11 @@ def record() -> Iterator[list[Call]]:
 
 
 @contextmanager
-def call(phase: Literal["forward", "backward"], route: str, kernel: str, rank: int, timed: bool) -> Iterator[Call]:
+def call(phase: Phase, route: str, kernel: str, rank: int, device: torch.device) -> Iterator[Call]:
     """Open a `Call` and hand it to every recorder."""
-    entry = Call(phase, route, kernel, rank)
-    if not timed:
-        entry.seconds_total = entry.seconds_kernels = entry.seconds_waiting = entry.seconds_merging = None
+    entry = Call(phase, route, kernel, rank, StreamClock() if device.type == "cuda" else WallClock())
     for calls in _recorders:
         calls.append(entry)
-    began = time.perf_counter()
+    entry.unix_start, entry.start = time.time(), entry.clock.now()
     yield entry
-    if entry.seconds_total is not None:
-        entry.seconds_total = time.perf_counter() - began
+    entry.end = entry.clock.now()

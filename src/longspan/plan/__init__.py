@@ -1,12 +1,22 @@
 """Layouts, masks and routes, made into plans; counts of their work and traffic. No torch."""
 
+from longspan.plan.choose import Costs
+from longspan.plan.heads import HeadShare, HeadStage, head_stages
 from longspan.plan.layout import Layout, spans_of
 from longspan.plan.mask import Mask
-from longspan.plan.plan import ROUTES, Phase, Plan, check_heads, plan_attention
-from longspan.plan.steps import RankPlan, Runs, Shape, Step, Tile, Transfer
+from longspan.plan.plan import Phase, Plan, check_heads, plan_attention, share_of_heads
+from longspan.plan.routes import AUTO, ROUTES, STAGED, check_route
+from longspan.plan.steps import RankPlan, Runs, Shape, Stage, Step, Tile, Transfer
+from longspan.plan.wire import WIRE_DTYPES, check_wire_dtype
 
 __all__ = [
+    "AUTO",
     "ROUTES",
+    "STAGED",
+    "WIRE_DTYPES",
+    "Costs",
+    "HeadShare",
+    "HeadStage",
     "Layout",
     "Mask",
     "Phase",
@@ -14,10 +24,15 @@ __all__ = [
     "RankPlan",
     "Runs",
     "Shape",
+    "Stage",
     "Step",
     "Tile",
     "Transfer",
     "check_heads",
+    "check_route",
+    "check_wire_dtype",
+    "head_stages",
     "plan_attention",
+    "share_of_heads",
     "spans_of",
 ]

@@ -20,11 +20,21 @@ def tiles_of(layout: Layout, mask: Mask, rank: int) -> tuple[Array, Array]:
 
     Tiles of one source are merged where the union is one tile, and sorted by source, query, key.
     """
-    cut = _tiles_of_stripe if layout.step > 1 else _tiles_of_spans
-    tiles, source = cut(layout, mask.array, rank)
-    tiles, source = algebra.merge(tiles, source)
+    tiles, source = algebra.merge(*_cut(layout, mask.array, rank, _QUERIES))
     order = np.lexsort((tiles[:, 2], tiles[:, 0], source))
     return tiles[order], source[order]
+
+
+def rows_for(layout: Layout, mask: Mask, rank: int) -> Array:
+    """Runs of slots of `rank` that other ranks' queries see: int64 `(n, 3)`, needing rank, start, stop; sorted, disjoint."""
+    tiles, other = _cut(layout, mask.array, rank, _KEYS)
+    return _union(other[other != rank], tiles[other != rank])
+
+
+def rows_from(layout: Layout, mask: Mask, rank: int) -> Array:
+    """Runs of other ranks' slots that queries of `rank` see: int64 `(n, 3)`, holding rank, start, stop; sorted, disjoint."""
+    tiles, other = _cut(layout, mask.array, rank, _QUERIES)
+    return _union(other[other != rank], tiles[other != rank])
 
 
 def area_by_rank(layout: Layout, mask: Mask) -> Array:
@@ -32,10 +42,10 @@ def area_by_rank(layout: Layout, mask: Mask) -> Array:
     totals = np.zeros(layout.ranks, dtype=np.int64)
     if layout.step > 1:
         for rank in range(layout.ranks):
-            totals[rank] = algebra.area(_tiles_of_stripe(layout, mask.array, rank)[0]).sum()
+            totals[rank] = algebra.area(_cut(layout, mask.array, rank, _QUERIES)[0]).sum()
     else:
         owner, start, stop, _ = layout.by_start.T
-        pieces, span = _clip(mask.array, 0, start, stop)
+        pieces, _, span = _clip(mask.array, _QUERIES, start, stop)
         np.add.at(totals, owner[span], algebra.area(pieces))
     return totals
 
@@ -62,57 +72,89 @@ def demand_of(layout: Layout, mask: Mask) -> Demand:
     return _flatten(source[needed], start[needed], stop[needed], near[needed], far[needed])
 
 
-# Tiles
+# Tiles. One side of a band, the queries or the keys, is cut by the spans of one rank, then the other by all spans.
+
+_QUERIES, _KEYS = 0, 2
+"""The column of a band at which a side begins."""
 
 
-def _clip(bands: Array, column: int, starts: Array, stops: Array) -> tuple[Array, Array]:
-    """Clip bands by disjoint sorted spans along queries (`column` 0) or keys (2): trimmed pieces and their span's index."""
-    band, span = algebra.overlaps(bands[:, column], bands[:, column + 1], starts, stops)
+def _cut(layout: Layout, bands: Array, rank: int, side: int) -> tuple[Array, Array]:
+    """Tiles over local slots whose `side` is on `rank`, and the rank of their other side."""
+    return (_cut_stripes if layout.step > 1 else _cut_spans)(layout, bands, rank, side)
+
+
+def _clip(bands: Array, side: int, starts: Array, stops: Array) -> tuple[Array, Array, Array]:
+    """Clip a side of bands by disjoint sorted spans: trimmed pieces, and the indices of their band and span."""
+    band, span = algebra.overlaps(bands[:, side], bands[:, side + 1], starts, stops)
     pieces = bands[band]
-    pieces[:, column] = np.maximum(pieces[:, column], starts[span])
-    pieces[:, column + 1] = np.minimum(pieces[:, column + 1], stops[span])
+    pieces[:, side] = np.maximum(pieces[:, side], starts[span])
+    pieces[:, side + 1] = np.minimum(pieces[:, side + 1], stops[span])
     pieces, kept = algebra.trim(pieces)
-    return pieces, span[kept]
+    return pieces, band[kept], span[kept]
 
 
-def _tiles_of_spans(layout: Layout, bands: Array, rank: int) -> tuple[Array, Array]:
+def _cut_spans(layout: Layout, bands: Array, rank: int, side: int) -> tuple[Array, Array]:
     spans = layout.by_start
     owner, start, stop, slot = spans.T
     own = spans[owner == rank]
-    rows, own_span = _clip(bands, 0, own[:, 1], own[:, 2])
-    # Keys move with `rows`, so the shift of each row's queries to local slots is carried along by index.
-    to_slot = (own[:, 3] - own[:, 1])[own_span]
-    row, span = algebra.overlaps(rows[:, 2], rows[:, 3], start, stop)
-    tiles = rows[row]
-    tiles[:, 2] = np.maximum(tiles[:, 2], start[span])
-    tiles[:, 3] = np.minimum(tiles[:, 3], stop[span])
-    tiles, kept = algebra.trim(tiles)
-    q_shift, k_shift = to_slot[row[kept]], (slot - start)[span[kept]]
-    tiles += np.stack((q_shift, q_shift, k_shift, k_shift, q_shift - k_shift, q_shift - k_shift), axis=1)
-    return tiles, owner[span[kept]]
+    rows, _, own_span = _clip(bands, side, own[:, 1], own[:, 2])
+    tiles, row, span = _clip(rows, _KEYS - side, start, stop)
+    _renumber(tiles, side, (own[:, 3] - own[:, 1])[own_span[row]], (slot - start)[span])
+    return tiles, owner[span]
 
 
-def _tiles_of_stripe(layout: Layout, bands: Array, rank: int) -> tuple[Array, Array]:
-    step = layout.step
-    q0, q1, k0, k1, lo, hi = bands.T
-    slot0, slot1 = _ceil(q0 - rank, step), _ceil(q1 - rank, step)
-    first, last = rank + step * slot0, rank + step * (slot1 - 1)
-    rows, _ = algebra.trim(np.stack((np.maximum(q0, first), np.minimum(q1, last + 1), k0, k1, lo, hi), axis=1))
-    q0, q1, k0, k1, lo, hi = rows.T
-    row, key = algebra.expand(k0, np.minimum(step, k1 - k0))
-    source = key % step
-    q0, q1, k0, k1, lo, hi = rows[row].T
-    away = rank - source
-    columns = (
-        _ceil(q0 - rank, step),
-        _ceil(q1 - rank, step),
-        _ceil(k0 - source, step),
-        _ceil(k1 - source, step),
-        _ceil(lo - away, step),
-        (hi - away) // step,
-    )
-    tiles, kept = algebra.trim(np.stack(columns, axis=1))
-    return tiles, source[kept]
+def _cut_stripes(layout: Layout, bands: Array, rank: int, side: int) -> tuple[Array, Array]:
+    step, other = layout.step, _KEYS - side
+    owner_of, slot_of = np.zeros((2, step), dtype=np.int64)
+    owner_of[layout.by_start[:, 1]], slot_of[layout.by_start[:, 1]] = layout.by_start[:, 0], layout.by_start[:, 3]
+    tiles, owners = [np.empty((0, 6), dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+    for stripe in np.flatnonzero(owner_of[: layout.seq_len] == rank).tolist():
+        rows = bands.copy()
+        rows[:, side] = stripe + step * _ceil(bands[:, side] - stripe, step)
+        rows[:, side + 1] = stripe + step * (_ceil(bands[:, side + 1] - stripe, step) - 1) + 1
+        rows, _ = algebra.trim(rows)
+        row, token = algebra.expand(rows[:, other], np.minimum(step, rows[:, other + 1] - rows[:, other]))
+        opposite = token % step
+        q, k = (stripe, opposite) if side == _QUERIES else (opposite, stripe)
+        q0, q1, k0, k1, lo, hi = rows[row].T
+        columns = (
+            _ceil(q0 - q, step),
+            _ceil(q1 - q, step),
+            _ceil(k0 - k, step),
+            _ceil(k1 - k, step),
+            _ceil(lo - (q - k), step),
+            (hi - (q - k)) // step,
+        )
+        part, kept = algebra.trim(np.stack(columns, axis=1))
+        _renumber(part, side, slot_of[stripe], slot_of[opposite[kept]])
+        tiles.append(part)
+        owners.append(owner_of[opposite[kept]])
+    return np.concatenate(tiles), np.concatenate(owners)
+
+
+def _renumber(tiles: Array, side: int, shift: Array, other_shift: Array) -> None:
+    """Shift both sides of tiles to other numbers, in place."""
+    q_shift, k_shift = (shift, other_shift) if side == _QUERIES else (other_shift, shift)
+    for column, by in enumerate((q_shift, q_shift, k_shift, k_shift, q_shift - k_shift, q_shift - k_shift)):
+        tiles[:, column] += by
+
+
+def _union(rank: Array, tiles: Array) -> Array:
+    """The keys of tiles, by rank, as disjoint runs that do not touch: int64 `(n, 3)`."""
+    if not len(tiles):
+        return np.empty((0, 3), dtype=np.int64)
+    stride = int(tiles[:, 3].max()) + 1
+    order = np.argsort(rank * stride + tiles[:, 2], kind="stable")
+    rank, start, stop = rank[order], tiles[order, 2], tiles[order, 3]
+    reach = np.maximum.accumulate(rank * stride + stop)  # runs of one rank never reach into the next one's numbers
+    begins = np.concatenate(([True], (rank * stride + start)[1:] > reach[:-1])) | _changes(rank)
+    last = np.append(np.flatnonzero(begins)[1:] - 1, -1)
+    return np.stack((rank[begins], start[begins], reach[last] - rank[last] * stride), axis=1)
+
+
+def _changes(x: Array) -> Array:
+    """Where an array differs from its predecessor, the first place included."""
+    return np.concatenate(([True], x[1:] != x[:-1]))
 
 
 def _ceil(a: Array, b: int) -> Array:
@@ -124,7 +166,7 @@ def _ceil(a: Array, b: int) -> Array:
 
 def _demand_of_spans(layout: Layout, bands: Array) -> tuple[Array, ...]:
     owner, start, stop, slot = layout.by_start.T
-    pieces, span = _clip(bands, 2, start, stop)
+    pieces, _, span = _clip(bands, _KEYS, start, stop)
     pieces, piece = _cut_where_spans_change(pieces, start)
     span = span[piece]
     q0, q1, k0, k1, lo, hi = pieces.T
@@ -168,14 +210,14 @@ def _distances(owner: Array, first: Array, last: Array, source: Array, ranks: in
     """
     change = np.diff(owner)
     run = np.concatenate(([0], np.cumsum(_starts_run(change))))
-    run_first = np.flatnonzero(np.concatenate(([True], run[1:] != run[:-1])))
+    run_first = np.flatnonzero(_changes(run))
     run_last = np.append(run_first[1:], len(owner)) - 1
     query, index = algebra.expand(run[first], run[last] - run[first] + 1)
     a, b = owner[np.maximum(first[query], run_first[index])], owner[np.minimum(last[query], run_last[index])]
     near, far = _spread((np.minimum(a, b) - source[query]) % ranks, np.abs(a - b) + 1, ranks)
     if len(query) == len(first):
         return near, far
-    begins = np.flatnonzero(np.concatenate(([True], query[1:] != query[:-1])))
+    begins = np.flatnonzero(_changes(query))
     near = np.minimum.reduceat(np.where(near == 0, ranks, near), begins)
     far = np.maximum.reduceat(far, begins)
     return np.where(far == 0, 0, near), far
@@ -198,20 +240,26 @@ def _spread(first: Array, length: Array, ranks: int) -> tuple[Array, Array]:
 def _demand_of_stripes(layout: Layout, bands: Array) -> tuple[Array, ...]:
     step = layout.step
     band, key = algebra.expand(bands[:, 2], np.minimum(step, bands[:, 3] - bands[:, 2]))
-    source = key % step
+    stripe = key % step
     q0, q1, k0, k1, lo, hi = bands[band].T
-    # The ends of the interval stand still or slide; between these keys its first rank and min(length, ranks) are fixed,
-    # but for keys seen by fewer than `ranks` queries, of which a source has at most one.
+    # The ends of the interval stand still or slide; between these keys its first stripe and min(length, step) are fixed,
+    # but for keys seen by fewer than `step` queries, of which a stripe has at most one.
     edges = np.stack((k0, k1, q0 - lo, q1 - 1 - hi, q1 - lo - step + 1, q0 + step - 1 - hi), axis=1)
-    slots = np.sort(_ceil(np.clip(edges, k0[:, None], k1[:, None]) - source[:, None], step), axis=1)
+    slots = np.sort(_ceil(np.clip(edges, k0[:, None], k1[:, None]) - stripe[:, None], step), axis=1)
     start, stop = slots[:, :-1].ravel(), slots[:, 1:].ravel()
     some = np.flatnonzero(start < stop)
     start, stop, index = start[some], stop[some], some // (edges.shape[1] - 1)
-    source, q0, q1, lo, hi = source[index], q0[index], q1[index], lo[index], hi[index]
-    key = source + step * start
+    stripe, q0, q1, lo, hi = stripe[index], q0[index], q1[index], lo[index], hi[index]
+    key = stripe + step * start
     first_query, last_query = np.maximum(q0, key + lo), np.minimum(q1 - 1, key + hi)
-    near, far = _spread((first_query - source) % step, last_query - first_query + 1, step)
-    return source, start, stop, near, far
+    # An interval of stripes (round the corner) is one of ranks, each of which holds `width` stripes side by side.
+    width = step // layout.ranks
+    first, length = first_query % step, np.minimum(last_query - first_query + 1, step)
+    owners = (first % width + length - 1) // width + 1
+    near, far = _spread((first // width - stripe // width) % layout.ranks, owners, layout.ranks)
+    shift = np.zeros(step, dtype=np.int64)
+    shift[layout.by_start[:, 1]] = layout.by_start[:, 3]
+    return stripe // width, start + shift[stripe], stop + shift[stripe], near, far
 
 
 def _flatten(source: Array, start: Array, stop: Array, near: Array, far: Array) -> Demand:

@@ -21,7 +21,8 @@ class Layout:
     """A partition of `seq_len` tokens over `ranks`; rank `r` numbers its tokens by local slots, in the order of its spans.
 
     `spans` is int64 `(n, 3)`: owner, start, stop, sorted by owner and then by slot, without empty ones. With `step` above 1
-    every rank has the one span `(rank, seq_len, step)`. `slots` fixes the local length; slots beyond a rank's tokens are dead.
+    every span is a whole stripe `(s, seq_len, step)`, one a rank (or several, if `merged`). `slots` fixes the local length;
+    slots beyond a rank's tokens are dead.
     """
 
     name: str
@@ -105,11 +106,35 @@ class Layout:
     def __hash__(self) -> int:
         return hash(self.fingerprint())
 
+    def merged(self, degree: int, adjacent: bool) -> "Layout":
+        """What `ranks / degree` groups of `degree` ranks hold: spans in the order of the sequence, touching ones joined.
+
+        Groups are neighbours (0, 1 | 2, 3) if `adjacent`, else strided (0, 2 | 1, 3). Neighbouring stripes stay apart, one
+        after the other: their tokens in order would not be one span.
+        """
+        ranks = self.ranks // degree
+        owner, start, stop = self.spans.T
+        group = owner // degree if adjacent else owner % ranks
+        if self.step > 1 and (not adjacent or ranks == 1):
+            return Layout.striped(self.seq_len, ranks)
+        if self.step == 1:
+            order = np.lexsort((start, group))
+            group, start, stop = group[order], start[order], stop[order]
+            begins = np.concatenate(([True], (group[1:] != group[:-1]) | (start[1:] != stop[:-1])))
+            group, start, stop = group[begins], start[begins], stop[np.append(np.flatnonzero(begins)[1:] - 1, -1)]
+        return Layout(self.name, self.seq_len, ranks, self.step, np.stack((group, start, stop), axis=1))
+
+    def find(self, token: int) -> tuple[int, int]:
+        """The span of `token`: its first local slot, and its start."""
+        _, start, stop, slot = self.by_start.T
+        (span,) = np.flatnonzero((start <= token) & (token < stop) & ((token - start) % self.step == 0))
+        return int(slot[span]), int(start[span])
+
     @cached_property
     def by_start(self) -> Array:
-        """Spans of step 1 in the order of the sequence, int64 `(n, 4)`: owner, start, stop, first local slot."""
+        """Spans in the order of their first tokens, int64 `(n, 4)`: owner, start, stop, first local slot."""
         owner, start, stop = self.spans.T
-        length = stop - start
+        length = -((start - stop) // self.step)
         before = np.cumsum(length) - length
         slot = before - before[np.searchsorted(owner, owner, side="left")]
         return np.column_stack((owner, start, stop, slot))[np.argsort(start, kind="stable")]

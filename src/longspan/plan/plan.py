@@ -10,16 +10,17 @@ from typing import Any, Literal
 
 import numpy as np
 
+from longspan.plan.choose import Costs, choose_route
 from longspan.plan.cut import area_by_rank
 from longspan.plan.layout import Layout, check_rank
 from longspan.plan.mask import Mask
-from longspan.plan.ring import Ring
+from longspan.plan.routes import AUTO, STAGED, Degrees, Work, degrees_of
 from longspan.plan.steps import RankPlan
+from longspan.plan.wire import check_wire_dtype, row_bytes
 from longspan.spec import SpecError
 
 Digest = bytes
 Phase = Literal["forward", "backward"]
-ROUTES = {"ring": Ring}
 
 
 def plan_attention(
@@ -28,23 +29,34 @@ def plan_attention(
     route: str = "ring",
     heads: tuple[int, int] | None = None,
     inner: int | None = None,
+    *,
+    wire_dtype: str | None = None,
+    tp: int = 1,
+    ranks_per_node: int | None = None,
+    costs: Costs | None = None,
 ) -> "Plan":
     """Decide who computes what and which rows travel.
 
-    `heads` is (query heads, KV heads) on one rank of the CP group, after tensor parallelism. `inner` is the inner degree of
-    a route with two levels. Costs nothing until a rank's share or a count is asked for. Raises `SpecError` for what cannot
-    be carried out.
+    `heads` is (query heads, KV heads) on one rank of the CP group, after tensor parallelism; routes that move heads need it.
+    `inner` is the inner degree of a route with two levels, chosen if not given. `wire_dtype` "bf16" or "fp8" rounds keys and
+    values for their way. `tp` is only named in errors. `route="auto"` chooses by `costs` (see `choose_route`); it, and the
+    choice of `inner`, keep the exchange of heads within `ranks_per_node` where that is given.
+
+    Costs nothing until a rank's share or a count is asked for. Raises `SpecError` for what cannot be carried out.
     """
-    if route not in ROUTES:
-        raise SpecError(f"route {route!r} is not available", hint=f"choose one of {', '.join(ROUTES)}")
-    if inner is not None:
-        raise SpecError(f"inner={inner} means nothing to route {route!r}, which has one level", hint="leave inner out")
     if layout.seq_len != mask.seq_len:
         raise SpecError(
             f"the layout covers {layout.seq_len} tokens and the mask {mask.seq_len}",
             hint="both count the tokens of the global row; document lengths must sum to seq_len",
         )
-    return Plan(layout, mask, route, None if heads is None else check_heads(*heads))
+    heads = None if heads is None else check_heads(*heads)
+    reason = ""
+    if route == AUTO:
+        if inner is not None:
+            raise SpecError(f"inner={inner} is for a route of two levels; {AUTO!r} chooses", hint="leave inner out")
+        route, inner, reason = choose_route(layout, mask, heads, tp, ranks_per_node, costs or Costs())
+    degrees = degrees_of(route, layout.ranks, heads, inner, tp, ranks_per_node)
+    return Plan(layout, mask, route, heads, degrees, check_wire_dtype(wire_dtype), reason)
 
 
 def check_heads(num_q: int, num_kv: int) -> tuple[int, int]:
@@ -65,7 +77,11 @@ class Plan:
     layout: Layout
     mask: Mask
     route: str
-    heads: tuple[int, int] | None = None
+    heads: tuple[int, int] | None
+    degrees: Degrees
+    wire_dtype: str | None = None
+    reason: str = ""
+    """Why "auto" chose the route; empty where it was given."""
 
     @property
     def ranks(self) -> int:
@@ -79,37 +95,47 @@ class Plan:
         """Tiles and transfers of `rank`, step by step."""
         shares = self._shares
         if rank not in shares:
-            shares[rank] = self._route.rank_plan(check_rank(rank, self.ranks))
+            shares[rank] = self._work.rank_plan(check_rank(rank, self.ranks))
         return shares[rank]
 
-    def area(self, rank: int) -> int:
-        """Visible pairs that `rank` computes."""
-        return int(self.areas[check_rank(rank, self.ranks)])
+    def area(self, rank: int) -> float:
+        """Visible pairs that `rank` computes, times its share of the heads where heads are exchanged; an int if whole."""
+        return share_of_heads(int(self.areas[check_rank(rank, self.ranks)]), 1, self.degrees.heads)
 
     def rows_received(self, rank: int) -> int:
         """KV rows that arrive at `rank` in one forward, rows in transit included."""
         return self.rank_plan(rank).rows_received
 
     def bytes(self, rank: int, phase: Phase, head_dim: int | tuple[int, int], itemsize: int) -> int:
-        """Bytes that `rank` sends in one phase, per batch row: of all KV heads, or of one if the plan knows no `heads`.
+        """Bytes that `rank` sends in one phase, per batch row: of all heads, or of one KV head if the plan knows no `heads`.
 
-        `head_dim` is D, or (D of keys, D of values). Forward sends KV rows at `itemsize` bytes an element. Backward sends
-        them again, and partial dK and dV in at least 4 bytes an element.
+        `head_dim` is D, or (D of keys, D of values). Forward sends KV rows at `itemsize` bytes an element (or as
+        `wire_dtype` says); backward sends them again, and partial dK and dV in at least 4 bytes an element. Where heads are
+        exchanged, q, k, v go there and out comes back; in backward d out goes there, and dq, dk, dv come back: in the inputs'
+        type, or dk, dv in at least 4 bytes where a KV head is on several ranks; "upipe" repeats its forward first.
         """
+        if phase not in ("forward", "backward"):
+            raise SpecError(f"phase {phase!r} is not known", hint='choose "forward" or "backward"')
         share = self.rank_plan(rank)
-        width = sum(head_dim) if isinstance(head_dim, tuple) else 2 * head_dim
-        width *= self.heads[1] if self.heads else 1
-        match phase:
-            case "forward":
-                return share.rows_sent * width * itemsize
-            case "backward":
-                return width * (share.rows_sent * itemsize + share.grad_rows_sent * max(itemsize, 4))
-        raise SpecError(f"phase {phase!r} is not known", hint='choose "forward" or "backward"')
+        dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
+        row = sum(row_bytes(self.wire_dtype, dim, itemsize) for dim in dims)
+        partial = sum(dims) * max(itemsize, 4)
+        num_kv = share.heads.num_kv if share.heads else self.heads[1] if self.heads else 1
+        total = num_kv * (share.rows_sent * row + (phase == "backward") * share.grad_rows_sent * partial)
+        if share.heads is not None:
+            query, out = dims[0] * itemsize, dims[1] * itemsize
+            if phase == "forward" or self.route == STAGED:
+                total += share.heads.bytes_there(query, row) + share.heads.bytes_back(out, 0)
+            if phase == "backward":
+                grad = partial if share.heads.replicates else sum(dims) * itemsize
+                total += share.heads.bytes_there(out, 0) + share.heads.bytes_back(query, grad)
+        return total
 
     @cached_property
     def areas(self) -> np.ndarray:
-        """Visible pairs of every rank, int64 `(ranks,)`."""
-        return area_by_rank(self.layout, self.mask)
+        """Visible pairs of every rank, int64 `(ranks,)`; of all heads, though a rank may work on a share of these."""
+        groups = [self.degrees.group_of(rank) for rank in range(self.ranks)]
+        return area_by_rank(self._work.merged, self.mask)[groups]
 
     @property
     def imbalance(self) -> float:
@@ -122,7 +148,7 @@ class Plan:
         """SHA-256 of what the plan was made from: equal plans, equal bytes, on every rank."""
         made_from = hashlib.sha256(self.layout.fingerprint())
         made_from.update(self.mask.fingerprint())
-        made_from.update(f"route {self.route} heads {self.heads}".encode())
+        made_from.update(f"route {self.route} heads {self.heads} {self.degrees} {self.wire_dtype}".encode())
         return made_from.digest()
 
     def __eq__(self, other: Any) -> bool:
@@ -141,9 +167,14 @@ class Plan:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
-    def _route(self) -> Ring:
-        return ROUTES[self.route](self.layout, self.mask)
+    def _work(self) -> Work:
+        return Work.of(self.route, self.layout, self.mask, self.heads, self.degrees)
 
     @cached_property
     def _shares(self) -> dict[int, RankPlan]:
         return {}
+
+
+def share_of_heads(pairs: int, heads: int, all_heads: int) -> float:
+    """`pairs` on `heads` of `all_heads`, as pairs on all heads: an int if whole."""
+    return pairs * heads // all_heads if pairs * heads % all_heads == 0 else pairs * heads / all_heads

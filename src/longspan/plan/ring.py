@@ -1,22 +1,25 @@
-"""The ring: key and value rows hop from rank to rank, each row only as far as a rank that needs it.
+"""The ring, and the rotation: key and value rows hop from rank to rank, each row only as far as a rank that needs it.
 
 distance   0        1        2        3           `direction` +1 sends to rank + 1, -1 to rank - 1
 forward    KV  ->   KV  ->   KV  ->   KV          a row stops at its farthest needing rank
 backward            dKV ->   dKV ->   dKV         partial gradients start at the nearest needing rank,
            dKV <---------------------- '          and go home in one message from the farthest
+
+A rotation is the same, each hop one all-to-all of all ranks.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
 from longspan.plan.cut import Demand, demand_of, tiles_of
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
-from longspan.plan.steps import RankPlan, Step, Tile, Transfer
+from longspan.plan.steps import Means, Stage, Step, Tile, Transfer
 
 _Row = tuple[int, int, int, int]
 """A run of key slots `(start, stop, near, far)`, distances along the chosen direction."""
@@ -28,6 +31,8 @@ class Ring:
 
     layout: Layout
     mask: Mask
+    relays: ClassVar[bool] = True
+    means: ClassVar[Means] = "messages"
 
     @cached_property
     def direction(self) -> int:
@@ -37,20 +42,17 @@ class Ring:
         upwards, downwards = (length * demand.far).sum(), (length * (ranks - demand.near)).sum()
         return 1 if upwards <= downwards else -1
 
-    def rank_plan(self, rank: int) -> RankPlan:
-        """The steps of `rank`, without those that neither compute nor carry anything."""
-        ranks = self.layout.ranks
+    def stages(self, rank: int) -> tuple[Stage, ...]:
+        """The stages of `rank`, one step each, without those that neither compute nor carry anything."""
+        first, *others = self._all_stages(rank, self.layout.ranks)
+        return (first, *(stage for stage in others if not stage.idle))
+
+    def _all_stages(self, rank: int, number: int) -> Iterator[Stage]:
         tiles, source = tiles_of(self.layout, self.mask, rank)
-        bounds = np.searchsorted(source, np.arange(ranks + 1)).tolist()
-        slots = self.layout.num_slots(rank)
-        steps = []
-        for distance in range(ranks):
-            holder = (rank - self.direction * distance) % ranks
-            block = tiles[bounds[holder] : bounds[holder + 1]]
-            step = self._step(rank, distance, holder, block, slots)
-            if distance == 0 or step != Step(holder, 0, ()):
-                steps.append(step)
-        return RankPlan(rank, slots, int(self.layout.counts[rank]), tuple(steps))
+        bounds = np.searchsorted(source, np.arange(self.layout.ranks + 1)).tolist()
+        for distance in range(number):
+            holder = (rank - self.direction * distance) % self.layout.ranks
+            yield self._stage(rank, distance, holder, tiles[bounds[holder] : bounds[holder + 1]])
 
     @cached_property
     def _demand(self) -> Demand:
@@ -67,31 +69,61 @@ class Ring:
         bounds = np.searchsorted(demand.source, np.arange(ranks + 1)).tolist()
         return [[tuple(row) for row in table[bounds[s] : bounds[s + 1]]] for s in range(ranks)]
 
-    def _step(self, rank: int, distance: int, source: int, block: np.ndarray, slots: int) -> Step:
+    def _stage(self, rank: int, distance: int, source: int, block: np.ndarray) -> Stage:
         ranks, onward = self.layout.ranks, self.direction
         following, previous = (rank + onward) % ranks, (rank - onward) % ranks
         own = self._rows[rank]
         if distance == 0:
             tiles = tuple(Tile(*row) for row in block.tolist())
-            return Step(source, slots, tiles, send=_transfer(following, own, False, lambda near, far: far > 0))
+            sends = _transfer(following, own, False, lambda near, far: far > 0)
+            return Stage((Step(source, self.layout.num_slots(rank), tiles),), some(sends))
         before = [row for row in self._rows[source] if row[3] >= distance - 1]
         here = [row for row in before if row[3] >= distance]
         if not here and all(row[3] != distance for row in own):
-            return Step(source, 0, ())  # Nothing comes this far, and nothing comes home from there.
+            return Stage((Step(source, 0, ()),))  # Nothing comes this far, and nothing comes home from there.
         rows = sum([row[1] - row[0] for row in here])
         arrived = _transfer(previous, before, True, lambda near, far: far >= distance, by_head=distance > 1)
-        home = (rank + onward * distance) % ranks
-        return Step(
+        step = Step(
             source,
             rows,
-            _renumber(block, here),
+            renumber(block, [row[:2] for row in here]),
             recv=Transfer(previous, ((0, rows),), arrived.by_head) if arrived else None,
-            send=_transfer(following, here, True, lambda near, far: far > distance, by_head=True),
             grad_recv=_transfer(previous, here, True, lambda near, far: near < distance),
             grad_send=_transfer(following, here, True, lambda near, far: near <= distance < far),
             home_send=_transfer(source, here, True, lambda near, far: far == distance),
-            home_recv=_transfer(home, own, False, lambda near, far: far == distance),
         )
+        sends = _transfer(following, here, True, lambda near, far: far > distance, by_head=True)
+        home = (rank + onward * distance) % ranks
+        return Stage((step,), some(sends), some(_transfer(home, own, False, lambda near, far: far == distance)))
+
+
+class Rotation(Ring):
+    """The `rotate` route: every rank takes part in every hop, whether it carries anything or not."""
+
+    means: ClassVar[Means] = "collective"
+
+    def stages(self, rank: int) -> tuple[Stage, ...]:
+        farthest = max((far for rows in self._rows for *_, far in rows), default=0)
+        return tuple(self._all_stages(rank, 1 + farthest))
+
+
+def some(transfer: Transfer | None) -> tuple[Transfer, ...]:
+    """The transfer, if there is one."""
+    return () if transfer is None else (transfer,)
+
+
+def renumber(block: np.ndarray, here: Sequence[tuple[int, int]]) -> tuple[Tile, ...]:
+    """Tiles over the source's slots -> over the rows of a buffer that holds only the runs `here`."""
+    starts = [start for start, _ in here]
+    shifts, offset = [], 0
+    for start, stop in here:
+        shifts.append(offset - start)
+        offset += stop - start
+    tiles = []
+    for q0, q1, k0, k1, lo, hi in block.tolist():
+        shift = shifts[bisect_right(starts, k0) - 1]
+        tiles.append(Tile(q0, q1, k0 + shift, k1 + shift, lo - shift, hi - shift))
+    return tuple(tiles)
 
 
 def _transfer(
@@ -115,17 +147,3 @@ def _transfer(
     if not runs:
         return None
     return Transfer(peer, tuple(runs), by_head and len(runs) == 1 and runs[0][1] - runs[0][0] < offset)
-
-
-def _renumber(block: np.ndarray, here: Sequence[_Row]) -> tuple[Tile, ...]:
-    """Tiles over the source's slots -> over the rows of a buffer that holds only the runs `here`."""
-    starts = [row[0] for row in here]
-    shifts, offset = [], 0
-    for start, stop, _, _ in here:
-        shifts.append(offset - start)
-        offset += stop - start
-    tiles = []
-    for q0, q1, k0, k1, lo, hi in block.tolist():
-        shift = shifts[bisect_right(starts, k0) - 1]
-        tiles.append(Tile(q0, q1, k0 + shift, k1 + shift, lo - shift, hi - shift))
-    return tuple(tiles)

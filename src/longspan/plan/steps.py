@@ -1,12 +1,21 @@
-"""One rank's share of a plan: for each step the tiles to compute, the rows to send and the rows to receive.
+"""One rank's share of a plan: stage by stage the rows that arrive, the tiles to compute on them, and the rows that leave.
 
-A step works on one buffer of key and value rows: step 0 on the rank's own shard (a row per slot), each later step on rows
-that a neighbour passed on. `runs` are half-open row ranges `((start, stop), ...)`, ascending, never touching.
+A step works on one buffer of key and value rows of one source: the first on the rank's own shard (a row per slot). A stage is
+the steps whose rows arrive together, while the stage before is computed. `runs` are half-open row ranges
+`((start, stop), ...)`, ascending, never touching.
+
+    stage     0        1          2                   ring, rotate: a stage is one step, and passes its own buffer on
+    ring      own      r-1        r-2      r-3        exchange: a stage is several sources, each sending from its own shard
+    exchange  own      r-1        r-2, r-3            allgather: all sources in one stage
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from longspan.plan.heads import HeadShare
+
+Means = Literal["messages", "collective"]
 Runs = tuple[tuple[int, int], ...]
 
 
@@ -62,44 +71,80 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One buffer of `rows` key rows from `source`: who fills it, what is computed on it, where it goes next.
+    """One buffer of `rows` key rows from `source`, filled by `recv` (None: the own shard, or nothing to fill).
 
-    Forward uses `recv`, `tiles`, `send`. Backward moves keys and values the same way; the partial gradients of this buffer
-    come from the previous rank (`grad_recv`), go on to the next (`grad_send`) and, from the last rank that needs a row,
-    straight home (`home_send`). `home_recv` brings rows of the own shard home that were last used at this distance.
+    Backward moves keys and values the same way. The partial gradients of this buffer come from the previous rank
+    (`grad_recv`), go on to the next (`grad_send`) and, from the last rank that adds to them, straight home (`home_send`).
     """
 
     source: int
     rows: int
     tiles: tuple[Tile, ...]
     recv: Transfer | None = None
-    send: Transfer | None = None
     grad_recv: Transfer | None = None
     grad_send: Transfer | None = None
     home_send: Transfer | None = None
-    home_recv: Transfer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Steps whose rows arrive together.
+
+    `sends` leave while the stage is computed, for the next stage of others: rows of the one step's buffer if the plan
+    `relays`, else of the own shard. `home_recvs` bring partial gradients of own rows home once the stage is computed.
+    """
+
+    steps: tuple[Step, ...]
+    sends: tuple[Transfer, ...] = ()
+    home_recvs: tuple[Transfer, ...] = ()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is computed, received or sent."""
+        return not (self.sends or self.home_recvs or any(step.tiles or step.recv for step in self.steps))
 
 
 @dataclass(frozen=True)
 class RankPlan:
-    """All steps of one rank, its own shard first. `slots` is its local length, `tokens` those that are not dead."""
+    """All stages of one rank, its own shard first.
+
+    `slots` is the rank's local length, `tokens` those that are not dead. With `heads`, tensors are first exchanged among the
+    members of a head group, who then hold `rows` rows of a share of the heads; else `rows` is `slots`. `source` and `peer`
+    number the ranks among which rows travel; `ranks` says which ranks of the group these are.
+    """
 
     rank: int
     slots: int
     tokens: int
-    steps: tuple[Step, ...]
+    rows: int
+    ranks: tuple[int, ...]
+    stages: tuple[Stage, ...]
+    relays: bool = True
+    means: Means = "messages"
+    heads: HeadShare | None = None
+
+    @property
+    def live_rows(self) -> int:
+        """Rows that are not dead, where attention runs."""
+        return self.tokens if self.heads is None else self.rows
+
+    @property
+    def steps(self) -> Iterator[Step]:
+        """The steps of all stages."""
+        return (step for stage in self.stages for step in stage.steps)
 
     @property
     def rows_received(self) -> int:
-        """KV rows that arrive in one forward, rows in transit included."""
-        return sum(step.recv.rows for step in self.steps if step.recv)
+        """KV rows that arrive in one forward, rows in transit and in the exchange of heads included."""
+        travelled = sum(step.recv.rows for step in self.steps if step.recv)
+        return travelled + (self.rows - self.tokens if self.heads else 0)
 
     @property
     def rows_sent(self) -> int:
-        """KV rows that leave in one forward."""
-        return sum(step.send.rows for step in self.steps if step.send)
+        """KV rows that leave in one forward, the exchange of heads apart."""
+        return sum(transfer.rows for stage in self.stages for transfer in stage.sends)
 
     @property
     def grad_rows_sent(self) -> int:
-        """Rows of partial dK, dV that leave in one backward, onwards and home."""
+        """Rows of partial dK, dV that leave in one backward, onwards and home, the exchange of heads apart."""
         return sum(t.rows for step in self.steps for t in (step.grad_send, step.home_send) if t)

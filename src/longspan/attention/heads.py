@@ -1,0 +1,198 @@
+"""The exchange of heads among the members of a group: all heads of some rows become all rows of some heads, and back.
+
+    B batch, H query heads (K KV heads), T slots of this rank, R rows of all members, D head dim
+
+    (B, H, T, D)  -- there -->  (B, H of this member, R, D), rows in the order of the sequence  -- back -->  (B, H, T, D)
+
+Tensors of one type travel in one all-to-all. A member's own rows and heads are copied straight to their place.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from longspan.attention.kernel import Kernel
+from longspan.attention.merge import accumulation_dtype
+from longspan.attention.rows import Group
+from longspan.attention.wire import WIRES
+from longspan.comm.hops import Flight, Hop
+from longspan.comm.traffic import Call
+from longspan.plan import HeadShare, RankPlan, Shape, Tile
+
+Tensor = torch.Tensor
+Parts = list[list[Tensor]]
+"""For every member a piece of every tensor."""
+
+
+@dataclass(frozen=True)
+class HeadExchange:
+    """One member's side of it, in a call."""
+
+    share: HeadShare
+    slots: int
+    group: Group
+    meter: Call
+
+    @classmethod
+    def of(cls, work: RankPlan, group: Group, meter: Call) -> "HeadExchange | None":
+        """None where a plan exchanges no heads."""
+        if work.heads is None:
+            return None
+        meter.head_shares = len(work.heads.members)
+        return cls(work.heads, work.slots, group, meter)
+
+    def gather(self, q: Tensor, k: Tensor, v: Tensor, wire_dtype: str | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of all rows, these two as rounded for the wire."""
+        wire = WIRES[wire_dtype]
+        together, *rounded = self.there([q, wire.encode(k), wire.encode(v)])
+        self.meter.rows_received += self.share.rows - self.share.tokens[self.share.member]
+        return together, wire.decode(rounded[0], k), wire.decode(rounded[1], v)
+
+    def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """`(B, heads, T, D)` of this rank's slots -> `(B, this member's heads, R, D)`; tensors with query or with KV heads."""
+        share = self.share
+        live = share.tokens[share.member]
+        results = [x.new_empty(x.shape[0], self._size(x.shape[1]), share.rows, x.shape[3]) for x in tensors]
+        leaving = [[x[:, slice(*self._runs(x.shape[1])[m]), :live] for x in tensors] for m in self._all]
+        shapes = [[(*y.shape[:2], share.tokens[m], y.shape[3]) for y in results] for m in self._all]
+        for member, parts in enumerate(self._travel(leaving, shapes)):
+            for result, part in zip(results, parts, strict=True):
+                for place in share.places[member]:
+                    _at(result, place.first, place.step, place.stop - place.start).copy_(
+                        part[:, :, place.start : place.stop]
+                    )
+        return results
+
+    def back(self, query: Sequence[Tensor], kv: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Query heads, then KV heads: `(B, this member's, R, D)` -> `(B, all, T, D)` of type `dtype`; dead slots hold 0.
+
+        KV heads that several members have are summed over these, in their order.
+        """
+        share, tensors = self.share, [*query, *kv]
+        live = share.tokens[share.member]
+        all_runs = [share.query] * len(query) + [share.kv] * len(kv)
+        leaving = [[self._rows_of(m, x) for x in tensors] for m in self._all]
+        shapes = [
+            [(x.shape[0], runs[m][1] - runs[m][0], live, x.shape[3]) for x, runs in zip(tensors, all_runs, strict=True)]
+            for m in self._all
+        ]
+        results = []
+        arrived = self._travel(leaving, shapes)
+        for n, (x, runs) in enumerate(zip(tensors, all_runs, strict=True)):
+            summed = share.replicates and runs is share.kv
+            wide = accumulation_dtype(dtype) if summed else dtype
+            result = x.new_zeros(x.shape[0], runs[-1][1], self.slots, x.shape[3], dtype=wide)
+            for member, parts in enumerate(arrived):
+                target = result[:, slice(*runs[member]), :live]
+                if summed:
+                    target += parts[n]
+                else:
+                    target.copy_(parts[n])
+            results.append(result.to(dtype))
+        return results
+
+    def own_heads(self, sink: Tensor | None) -> Tensor | None:
+        """The sinks of this member's query heads."""
+        return None if sink is None else sink[slice(*self.share.query[self.share.member])]
+
+    def all_heads(self, dsink: Tensor) -> Tensor:
+        """The gradient of this member's sinks among zeros for all others."""
+        full = dsink.new_zeros(self.share.query[-1][1])
+        full[slice(*self.share.query[self.share.member])] = dsink
+        return full
+
+    @property
+    def _all(self) -> range:
+        return range(len(self.share.members))
+
+    def _runs(self, heads: int) -> tuple[tuple[int, int], ...]:
+        return self.share.query if heads == self.share.query[-1][1] else self.share.kv
+
+    def _size(self, heads: int) -> int:
+        start, stop = self._runs(heads)[self.share.member]
+        return stop - start
+
+    def _rows_of(self, member: int, x: Tensor) -> Tensor:
+        """A member's rows of `x (B, heads, R, D)`, in the order of its slots: a view where they are one run."""
+        parts = [_at(x, p.first, p.step, p.stop - p.start) for p in self.share.places[member]]
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, dim=2) if parts else x[:, :, :0]
+
+    def _travel(self, leaving: Parts, shapes: Sequence[Sequence[Sequence[int]]]) -> Parts:
+        """Give every other member its pieces and get theirs, shaped `shapes`; the own ones are returned as they are."""
+        share, own = self.share, self.share.member
+        arrived: Parts = [list(pieces) for pieces in leaving]
+        flights: list[Flight] = []
+        others = [m for m in self._all if m != own]
+        for dtype in dict.fromkeys(x.dtype for x in leaving[own]) if others else ():
+            chosen = [n for n, x in enumerate(leaving[own]) if x.dtype == dtype]
+            going = _views(leaving[own][chosen[0]], [leaving[m][n].shape for m in others for n in chosen])
+            coming = _views(leaving[own][chosen[0]], [shapes[m][n] for m in others for n in chosen])
+            hop = Hop()
+            for index, (member, n) in enumerate((m, n) for m in others for n in chosen):
+                going[index].copy_(leaving[member][n])
+                arrived[member][n] = coming[index]
+                hop.sends.append((share.members[member], going[index]))
+                hop.receives.append((share.members[member], coming[index]))
+            flights.append(hop.post(self.group, self.meter, collective=True))
+        for flight in flights:
+            flight.wait(self.meter)
+        return arrived
+
+
+@dataclass(frozen=True)
+class GroupedKernel:
+    """A kernel for heads of which a KV head serves now more, now fewer query heads: one call for each run of equal ones."""
+
+    kernel: Kernel
+    blocks: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
+
+    @classmethod
+    def of(cls, kernel: Kernel, share: HeadShare) -> "Kernel":
+        """`kernel` itself where all KV heads serve equally many."""
+        return kernel if len(share.blocks) == 1 else cls(kernel, share.blocks)
+
+    @property
+    def name(self) -> str:
+        return self.kernel.name
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+        return self.kernel.refusal(q, k, v)
+
+    def split(self, tile: Tile, device: torch.device) -> Sequence[Tile]:
+        return self.kernel.split(tile, device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+        parts = [
+            self.kernel.forward(q[:, slice(*h)], k[:, slice(*c)], v[:, slice(*c)], shape, scale) for h, c in self.blocks
+        ]
+        out, lse = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+        return out, lse
+
+    def backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        parts = []
+        for h, c in self.blocks:
+            query, kv = slice(*h), slice(*c)
+            parts.append(
+                self.kernel.backward(
+                    dout[:, query], q[:, query], k[:, kv], v[:, kv], out[:, query], lse[:, query], shape, scale
+                )
+            )
+        dq, dk, dv = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
+        return dq, dk, dv
+
+
+def _at(x: Tensor, first: int, step: int, rows: int) -> Tensor:
+    """Rows `first, first + step, ...` of `x (B, heads, R, D)`."""
+    return x[:, :, first : first + step * (rows - 1) + 1 : step] if rows else x[:, :, :0]
+
+
+def _views(like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Uninitialised tensors of these shapes, one after the other in one piece of memory."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    flat = torch.split(like.new_empty(sum(sizes)), sizes) if sizes else ()
+    return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]

@@ -1,0 +1,206 @@
+"""Moves key and value rows to the queries, and their partial gradients home, as the stages of a plan say.
+
+    B batch, K KV heads, R rows of a buffer, D head dim
+
+Keys and values travel head by head, `(B, K, R, D)`, as kernels read them fastest. Gradients are summed and travel rows first,
+`(R, B, K, D)`, as kernels write them: any run of rows is contiguous.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from longspan.attention.sums import Gradient
+from longspan.attention.wire import WIRES
+from longspan.comm.hops import Flight, Hop
+from longspan.comm.traffic import Call
+from longspan.plan import RankPlan, Runs, Stage, Step, Transfer
+
+Tensor = torch.Tensor
+Rows = tuple[Tensor, Tensor]
+"""Keys and values of a buffer: `(B, K, R, D)` and `(B, K, R, Dv)`."""
+KVGradient = tuple[Gradient, Gradient]
+Group = torch.distributed.ProcessGroup | None
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Where merging happens: on CUDA a stream of its own, so that the next kernel need not wait; else here and now."""
+
+    stream: torch.cuda.Stream | None
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Lane":
+        return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
+
+    def after(self, *tensors: Tensor) -> AbstractContextManager[Any]:
+        """A block that runs once the kernels that were launched before it have written `tensors`."""
+        if self.stream is None:
+            return nullcontext()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        for x in tensors:
+            x.record_stream(self.stream)
+        return torch.cuda.stream(self.stream)
+
+    def join(self, *tensors: Tensor) -> None:
+        """Let what is launched from now on see `tensors`, which were made in such blocks."""
+        if self.stream is None:
+            return
+        torch.cuda.current_stream().wait_stream(self.stream)
+        for x in tensors:
+            x.record_stream(torch.cuda.current_stream())
+
+
+def arriving_rows(
+    work: RankPlan, own: Rows, wire_dtype: str | None, group: Group, meter: Call
+) -> Iterator[tuple[Stage, Stage | None, list[tuple[Step, Rows]]]]:
+    """Each stage, the stage after it, and its steps with their keys and values. While the caller computes, the next arrive.
+
+    The rows of one stage are in use and those of one in flight. A rank waits only for what others posted at an earlier stage:
+    no cycle.
+    """
+    wire = WIRES[wire_dtype]
+    travels = own if not any(stage.sends for stage in work.stages) else (wire.encode(own[0]), wire.encode(own[1]))
+    buffers: list[Rows] = [travels]
+    for stage, following in zip(work.stages, [*work.stages[1:], None], strict=True):
+        hop = Hop()
+        leaving = buffers[0] if work.relays else travels
+        for transfer in stage.sends:
+            peer = work.ranks[transfer.peer]
+            hop.sends += [(peer, part) for x in leaving for part in _messages(x, transfer)]
+        arriving = []
+        for step in following.steps if following is not None else ():
+            rows = _buffers(step.rows, own, wire_dtype)
+            arriving.append(rows)
+            if step.recv is not None:
+                peer = work.ranks[step.recv.peer]
+                meter.rows_received += step.rows
+                hop.receives += [(peer, part) for x in rows for part in _messages(x, step.recv)]
+        flight = hop.post(group, meter, work.means == "collective" and following is not None)
+        del hop
+        if stage is work.stages[0]:
+            decoded = [own]
+        else:
+            decoded = [(wire.decode(rows[0], own[0]), wire.decode(rows[1], own[1])) for rows in buffers]
+        yield stage, following, list(zip(stage.steps, decoded, strict=True))
+        del decoded
+        flight.wait(meter)
+        buffers = arriving
+
+
+@dataclass
+class _Incoming:
+    """Messages under way; what arrives packed is added to rows of its target once it is here."""
+
+    flight: Flight
+    packed: list[tuple[Tensor, Gradient, Runs]] = field(default_factory=list)
+
+    def wait(self, meter: Call) -> None:
+        self.flight.wait(meter)
+        for rows, gradient, runs in self.packed:
+            with meter.spend("merging"):
+                gradient.add_runs(runs, rows)
+        self.packed = []
+
+
+class ReturningGradients:
+    """Partial dK, dV on their way: from the rank before, onwards to the next, and home from the farthest rank.
+
+    Beside the buffers in use and those that arrive, what came home is added to `home` once the next stage is computed.
+    """
+
+    def __init__(self, work: RankPlan, own: Rows, group: Group, meter: Call) -> None:
+        self._work, self._like, self._group, self._meter = work, own, group, meter
+        self._arriving = self._homing = _Incoming(Flight())
+        self.home = (Gradient(own[0], own[0].shape[2]), Gradient(own[1], own[1].shape[2]))
+        self.here: list[KVGradient] = [self.home]
+
+    def expect(self, stage: Stage | None) -> None:
+        """Before any gradient has been computed: make room for those of the first stage that is not our own."""
+        hop = Hop()
+        self._arriving = self._make_room(hop, stage)
+        self._arriving.flight = hop.post(self._group, self._meter)
+
+    def arrive(self) -> None:
+        """Wait until the partial gradients of the current stage are here (and those of the stage before have left)."""
+        self._arriving.wait(self._meter)
+
+    def hand_over(self, stage: Stage, following: Stage | None) -> None:
+        """Send the finished gradients of `stage` on and home, and make room for those of the `following` stage."""
+        self._homing.wait(self._meter)
+        onwards, homewards = Hop(), Hop()
+        for step, gradients in zip(stage.steps, self.here, strict=True):
+            for hop, transfer in ((onwards, step.grad_send), (homewards, step.home_send)):
+                if transfer is not None:
+                    peer = self._work.ranks[transfer.peer]
+                    hop.sends += [(peer, pick(gradient.rows(), transfer.runs, dim=0)) for gradient in gradients]
+        self._arriving = self._make_room(onwards, following)
+        self._arriving.flight = onwards.post(self._group, self._meter, self._collective and following is not None)
+        self._homing = _Incoming(Flight())
+        for transfer in stage.home_recvs:
+            self._receive(homewards, transfer, self.home, self._homing)
+        self._homing.flight = homewards.post(self._group, self._meter, self._collective)
+
+    def bring_home(self) -> None:
+        """Wait for everything that is still under way, and add what came home, in the plan's order."""
+        self.arrive()
+        self._homing.wait(self._meter)
+
+    @property
+    def _collective(self) -> bool:
+        return self._work.means == "collective"
+
+    def _make_room(self, onwards: Hop, following: Stage | None) -> _Incoming:
+        incoming = _Incoming(Flight())
+        self.here = []
+        for step in following.steps if following is not None else ():
+            gradients = (Gradient(self._like[0], step.rows), Gradient(self._like[1], step.rows))
+            self.here.append(gradients)
+            if step.grad_recv is not None:
+                self._receive(onwards, step.grad_recv, gradients, incoming, in_place=True)
+        return incoming
+
+    def _receive(
+        self, hop: Hop, transfer: Transfer, gradients: KVGradient, incoming: _Incoming, in_place: bool = False
+    ) -> None:
+        """Receive rows for `gradients`: straight into place if that is allowed and they are one run, else packed."""
+        for gradient in gradients:
+            if in_place and len(transfer.runs) == 1:
+                start, stop = transfer.runs[0]
+                rows = gradient.rows()[start:stop]
+            else:
+                rows = gradient.buffer(transfer.rows)
+                incoming.packed.append((rows, gradient, transfer.runs))
+            hop.receives.append((self._work.ranks[transfer.peer], rows))
+
+
+def _buffers(rows: int, own: Rows, wire_dtype: str | None) -> Rows:
+    """Room for rows on their way, keys and values one after the other."""
+    wire = WIRES[wire_dtype]
+    shapes, dtype = [], own[0].dtype
+    for like in own:
+        width, dtype = wire.width(like)
+        shapes.append((*like.shape[:2], rows, width))
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    keys, values = torch.split(own[0].new_empty(sum(sizes), dtype=dtype), sizes)
+    return keys.view(shapes[0]), values.view(shapes[1])
+
+
+def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
+    """Rows of `x (B, K, R, D)` as contiguous messages: all of them or, head by head, a run of them without a copy; else packed.
+
+    For a transfer that arrives, the same messages as places to fill.
+    """
+    if transfer.by_head:
+        start, stop = transfer.runs[0]
+        return [head[start:stop] for head in x.flatten(0, 1)]
+    return [pick(x, transfer.runs, dim=2)]
+
+
+def pick(x: Tensor, runs: Runs, dim: int) -> Tensor:
+    """The rows of `runs`, contiguous: as they are if they are one contiguous run, else packed."""
+    parts: Sequence[Tensor] = [x.narrow(dim, start, stop - start) for start, stop in runs]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(tuple(parts), dim)

@@ -1,0 +1,172 @@
+"""`route="auto"`: the route, and the inner degree, whose busiest rank is done first by a simple model of time.
+
+    time = own tiles beside the first hop + tiles of the next stage beside its hop + ... + exchanges of heads, beside nothing
+
+Bytes, messages and tiles are the plan's own. What they cost is in `Costs`: typical figures of one GPU generation, or what
+`longspan bench calibrate` measured between the ranks at hand.
+"""
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from longspan.plan import bands as algebra
+from longspan.plan.heads import HeadShare
+from longspan.plan.layout import Layout
+from longspan.plan.mask import Mask
+from longspan.plan.routes import Work, degrees_of
+from longspan.plan.steps import RankPlan, Step, Transfer
+from longspan.spec import SpecError
+
+_BACKWARD = 2.5
+"""Kernel time of backward over that of forward (five matrix products instead of two)."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What work and traffic cost here. Bandwidths in bytes per second and rank, latencies in seconds.
+
+    The figures given here stand for one H100 in bf16 within NVLink, 50 GB/s to other nodes: orders of magnitude, to rank
+    routes with, and no measurement of ours.
+    """
+
+    head_dim: int = 128
+    itemsize: int = 2
+    message_bandwidth: float = 150e9
+    message_latency: float = 20e-6
+    all_to_all_bandwidth: float = 150e9
+    all_to_all_latency: float = 30e-6
+    node_bandwidth: float = 50e9
+    """Of anything that crosses nodes."""
+    tile_speed: tuple[tuple[int, float], ...] = ((128, 4e13), (1024, 2.5e14), (8192, 4.5e14))
+    """FLOP/s of forward on a square tile of so many rows, ascending."""
+    tile_overhead: float = 10e-6
+    """Seconds a kernel call takes beside its work, merging included."""
+    source: str = "typical figures of one H100 node"
+
+    @classmethod
+    def load(cls, path: Path) -> "Costs":
+        """What `longspan bench calibrate` wrote. Raises `SpecError` if the file is not such a record."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            speed = tuple((int(size), float(flops)) for size, flops in values.pop("tile_speed"))
+            return cls(**values, tile_speed=speed)
+        except OSError as error:
+            raise SpecError(
+                f"cannot read {path}: {error.strerror}", hint="longspan bench calibrate writes one"
+            ) from None
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SpecError(
+                f"{path} holds no measured costs: {error}", hint="longspan bench calibrate writes one"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        """Write the record as JSON."""
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+
+    def speed(self, rows: float) -> float:
+        """FLOP/s on a tile of so many rows: between two sizes in proportion, beyond the ends as there."""
+        sizes = [size for size, _ in self.tile_speed]
+        at = bisect_left(sizes, rows)
+        if at == 0 or at == len(sizes):
+            return self.tile_speed[min(at, len(sizes) - 1)][1]
+        (small, slow), (large, fast) = self.tile_speed[at - 1 : at + 1]
+        return slow + (fast - slow) * (rows - small) / (large - small)
+
+
+def choose_route(
+    layout: Layout, mask: Mask, heads: tuple[int, int] | None, tp: int, ranks_per_node: int | None, costs: Costs
+) -> tuple[str, int | None, str]:
+    """Route, inner degree and the reason in one line. The same on all ranks: nothing but the arguments decides.
+
+    Routes that gather everything or replace messages by collectives move no less than `exchange` and `ring`, and are not
+    tried.
+    """
+    best: dict[str, tuple[float, str, int | None]] = {}
+    for name, inner in _candidates(layout.ranks, heads):
+        degrees = degrees_of(name, layout.ranks, heads, inner, tp)
+        seconds = _seconds(Work.of(name, layout, mask, heads, degrees), heads or (1, 1), ranks_per_node, costs)
+        if name not in best or seconds < best[name][0]:
+            best[name] = seconds, name, inner
+    # The least time by a margin: of nearly equal ones the simplest, which comes first.
+    ranked = sorted(best.values(), key=lambda entry: entry[0])
+    seconds, name, inner = next(entry for entry in best.values() if entry[0] <= 1.02 * ranked[0][0])
+    others = ", ".join(f"{other} {took * 1e3:.3g}" for took, other, _ in ranked if other != name)
+    level = "" if inner is None else f" (inner {inner})"
+    reason = f"{name}{level}: about {seconds * 1e3:.3g} ms a layer, forward and backward"
+    return name, inner, f"{reason}{f'; {others}' if others else ''} ({costs.source})"
+
+
+def _candidates(ranks: int, heads: tuple[int, int] | None) -> Iterator[tuple[str, int | None]]:
+    yield "ring", None
+    yield "exchange", None
+    if heads is None or ranks == 1:
+        return
+    if heads[0] % ranks == 0:
+        yield "ulysses", None
+    for inner in range(2, ranks):
+        if ranks % inner == 0 and heads[0] % inner == 0:
+            yield "usp", inner
+            yield "exchange-ulysses", inner
+        if ranks % inner == 0 and heads[0] % (ranks // inner) == 0:
+            yield "ulysses-ring", inner
+
+
+def _seconds(work: Work, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs) -> float:
+    """Of the slowest of a few ranks: the first, the middle, the last."""
+    ranks = work.layout.ranks
+    return max(_rank_seconds(work.rank_plan(rank), heads, ranks_per_node, costs) for rank in {0, ranks // 2, ranks - 1})
+
+
+def _rank_seconds(share: RankPlan, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs) -> float:
+    num_q, num_kv = (share.heads.num_query, share.heads.num_kv) if share.heads else heads
+    row = 2 * num_kv * costs.head_dim
+
+    def hop(transfers: tuple[Transfer, ...], itemsize: int) -> float:
+        bandwidths = [
+            _bandwidth(share.rank, share.ranks[t.peer], ranks_per_node, costs.message_bandwidth, costs)
+            for t in transfers
+        ]
+        moved = sum(t.rows * row * itemsize / speed for t, speed in zip(transfers, bandwidths, strict=True))
+        return moved + costs.message_latency * len(transfers)
+
+    forward = backward = 0.0
+    for stage in share.stages:
+        compute = sum(_compute(step, num_q, costs) for step in stage.steps)
+        gradients = tuple(t for step in stage.steps for t in (step.grad_send, step.home_send) if t)
+        sent = hop(stage.sends, costs.itemsize)
+        forward += max(compute, sent)
+        backward += max(_BACKWARD * compute, sent + hop(gradients, max(costs.itemsize, 4)))
+    return (
+        forward
+        + backward
+        + (0.0 if share.heads is None else _exchange_seconds(share.rank, share.heads, ranks_per_node, costs))
+    )
+
+
+def _compute(step: Step, num_q: int, costs: Costs) -> float:
+    if not step.tiles:
+        return 0.0
+    tiles = np.array(step.tiles, dtype=np.int64)
+    sides = np.sqrt((tiles[:, 1] - tiles[:, 0]) * (tiles[:, 3] - tiles[:, 2])).tolist()
+    areas = algebra.area(tiles).tolist()
+    work = sum(area / costs.speed(side) for area, side in zip(areas, sides, strict=True))
+    return 4.0 * costs.head_dim * num_q * work + costs.tile_overhead * len(sides)
+
+
+def _exchange_seconds(rank: int, heads: HeadShare, ranks_per_node: int | None, costs: Costs) -> float:
+    """q, k, v there and out back, then d out there and dq, dk, dv back."""
+    size = costs.head_dim * costs.itemsize
+    there = heads.bytes_there(size, 2 * size) + heads.bytes_there(size, 0)
+    sent = there + heads.bytes_back(size, 0) + heads.bytes_back(size, 2 * size)
+    slowest = min(_bandwidth(rank, peer, ranks_per_node, costs.all_to_all_bandwidth, costs) for peer in heads.members)
+    return sent / slowest + 4 * costs.all_to_all_latency
+
+
+def _bandwidth(rank: int, peer: int, ranks_per_node: int | None, within: float, costs: Costs) -> float:
+    crosses = ranks_per_node is not None and rank // ranks_per_node != peer // ranks_per_node
+    return min(within, costs.node_bandwidth) if crosses else within
