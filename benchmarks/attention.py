@@ -1,13 +1,19 @@
-"""Attention at cp=2, one thread a rank, beside `scaled_dot_product_attention` in one process with two threads.
+"""Every route at cp=2, one thread a rank, beside `scaled_dot_product_attention` in one process with two threads.
 
-    python -m benchmarks.attention [--repeats 9] [--only bfloat16] [--json out.json]
+    python -m benchmarks.attention [--repeats 9] [--only "window float32"] [--route ring] [--json out.json]
 
-Three processes in one world: two ranks of the CP group and one for SDPA; who is not measured sleeps in a barrier. Repeats
-alternate which of the two goes first. The outputs and gradients are compared before anything is timed.
+    causal    time over SDPA's
+    window    time over what its visible pairs would take at full causal SDPA's speed
+    layer     projections included, "upipe" with 2 of 16 heads a stage: time over the plain layer's, and the peak of what it
+              holds beside inputs, weights and output over that of the layer by "ulysses"
+
+Three processes in one world: two ranks of the CP group and one for SDPA; who is not measured sleeps in a barrier. A repeat
+runs SDPA and each route in an order that turns from repeat to repeat. Results are compared before anything is timed.
 """
 
 import os
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -17,138 +23,225 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.harness import FOREIGN_LIMIT, Spread, Usage, foreign_share, save
-from longspan import Layout, Mask, attention, plan_attention, record, shard
+from benchmarks.harness import FOREIGN_LIMIT, Spread, Usage, foreign_share, peak_bytes, save
+from longspan import Layout, Mask, Plan, UpipeAttention, attention, plan_attention, record, shard
 from longspan.comm.launch import launch
 
 BASELINE = 2
 """The rank that runs SDPA; ranks 0 and 1 are the CP group."""
+ROUTES = ("ring", "rotate", "allgather", "exchange", "ulysses", "usp")
+LAYER_ROUTES = ("ulysses", "upipe")
+HEADS_PER_STAGE = 2
 
 
 @dataclass(frozen=True)
 class Case:
+    kind: str
     dtype: str
     heads: int
     kv_heads: int
+    window: int | None = None
     seq_len: int = 8192
     head_dim: int = 64
 
     def __str__(self) -> str:
-        return f"B1 H{self.heads}/{self.kv_heads} S{self.seq_len} D{self.head_dim} causal {self.dtype}"
+        window = f" window {self.window}" if self.window else ""
+        return f"{self.kind} {self.dtype} H{self.heads}/{self.kv_heads} S{self.seq_len} D{self.head_dim}{window}"
+
+    @property
+    def mask(self) -> Mask:
+        return Mask.causal(self.seq_len, window=self.window)
+
+    @property
+    def routes(self) -> tuple[str, ...]:
+        return LAYER_ROUTES if self.kind == "layer" else ROUTES
+
+    def plan(self, route: str) -> Plan:
+        layout = Layout.zigzag(self.seq_len, 2) if self.window is None else Layout.contiguous(self.seq_len, 2)
+        inner = 2 if route == "usp" else None
+        return plan_attention(layout, self.mask, route, (self.heads, self.kv_heads), inner)
 
 
-CASES = [Case(dtype, 8, kv) for dtype in ("float32", "bfloat16") for kv in (8, 2)]
+CASES = [
+    *(Case("causal", dtype, 8, kv) for dtype in ("float32", "bfloat16") for kv in (8, 2)),
+    *(Case("window", dtype, 8, 8, window=1024) for dtype in ("float32", "bfloat16")),
+    Case("layer", "float32", 16, 16),
+]
+Run = Callable[[], tuple[torch.Tensor, ...]]
 
 
 @click.command(help=__doc__)
 @click.option("--repeats", default=9, show_default=True, help="Repeats to keep per case.")
 @click.option("--most", default=25, show_default=True, help="Repeats to try at most.")
-@click.option("--only", default="", help="Cases whose name holds this.")
+@click.option("--only", default="", help="Cases whose name holds all these words.")
+@click.option("--route", "routes", multiple=True, help="Routes; repeatable. Default: all.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
-def main(repeats: int, most: int, only: str, output: Path | None) -> None:
-    results = launch(measure, ([case for case in CASES if only in str(case)], repeats, most), 3)
+def main(repeats: int, most: int, only: str, routes: tuple[str, ...], output: Path | None) -> None:
+    cases = [case for case in CASES if all(word in str(case) for word in only.split())]
+    results = launch(measure, (cases, routes, repeats, most), 3)
     for result in results:
-        click.echo(f"{result['case']}: longspan / SDPA {result['ratio']}, dropped {result['dropped']} repeats")
-        click.echo(f"  SDPA {result['sdpa_seconds']} s, longspan {result['longspan_seconds']} s; {result['parts']}")
+        click.echo(f"{result['case']}: SDPA {result['sdpa_seconds']} s, dropped {result['dropped']} repeats")
+        for route, found in result["routes"].items():
+            parts = ", ".join(f"{name} {value:.3f}" for name, value in found["parts"].items())
+            click.echo(f"  {route:10} {found['ratio']}   {found['seconds'].median:.3f} s; rank 0: {parts}")
     save(output, results)
 
 
-def measure(cases: list[Case], repeats: int, most: int) -> list[dict]:
+def measure(cases: list[Case], routes: Sequence[str], repeats: int, most: int) -> list[dict]:
     """All cases; the same list on every rank."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     group = dist.new_group([0, 1])
     try:
-        return [_measure(case, group, repeats, most) for case in cases]
+        return [
+            _measure(case, [r for r in case.routes if not routes or r in routes], group, repeats, most)
+            for case in cases
+        ]
     finally:
         dist.destroy_process_group()
 
 
-def _measure(case: Case, group: dist.ProcessGroup, repeats: int, most: int) -> dict:
-    run = _sdpa(case) if dist.get_rank() == BASELINE else _longspan(case, group)
-    _compare(run())
-    kept, dropped = [], 0
+def _measure(case: Case, routes: Sequence[str], group: dist.ProcessGroup, repeats: int, most: int) -> dict:
+    baseline = dist.get_rank() == BASELINE
+    torch.set_num_threads((os.cpu_count() or 1) if baseline else 1)
+    runs: dict[str, Run] = {"sdpa": _sdpa(case) if baseline else lambda: ()}
+    for route in routes:
+        runs[route] = (lambda: ()) if baseline else _longspan(case, route, group)
+    right = _everyone(_wide(_sdpa(case, exact=True)() if baseline else ()))[BASELINE]
+    for route in routes:
+        _compare(case.plan(route), _everyone(_wide(runs[route]())), right)
+    parts = {route: _parts(run) for route, run in runs.items() if route != "sdpa"}
+    peaks = {route: max(_everyone(_peak(run))[:2]) for route, run in runs.items() if case.kind == "layer"}
+    kept: list[dict[str, float]] = []
+    dropped = 0
+    order = list(runs)
     while len(kept) < repeats and len(kept) + dropped < most:
-        dist.barrier()
+        order = order[1:] + order[:1]
         before, began = Usage.now(), time.perf_counter()
-        seconds, parts = [], ""
-        first_is_baseline = (len(kept) + dropped) % 2 == 0
-        for baseline_turn in (first_is_baseline, not first_is_baseline):
+        seconds = {}
+        for name in order:
             dist.barrier()
-            if baseline_turn == (dist.get_rank() == BASELINE):
-                if not baseline_turn:
-                    dist.barrier(group)
-                start = time.perf_counter()
-                _, parts = run()
-                seconds.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            if (name == "sdpa") == baseline:
+                runs[name]()
+            seconds[name] = time.perf_counter() - start
             dist.barrier()
-        times = [torch.zeros(1, dtype=torch.float64) for _ in range(3)]
-        dist.all_gather(times, torch.tensor(seconds, dtype=torch.float64))
+        times = _everyone(seconds)
         if foreign_share(before, time.perf_counter() - began) > FOREIGN_LIMIT:
             dropped += 1
         else:
-            kept.append((float(times[BASELINE]), max(float(times[0]), float(times[1])), parts))
-    return {
-        "case": str(case),
-        "ratio": Spread.of([ours / sdpa for sdpa, ours, _ in kept]),
-        "sdpa_seconds": Spread.of([sdpa for sdpa, _, _ in kept]),
-        "longspan_seconds": Spread.of([ours for _, ours, _ in kept]),
-        "dropped": dropped,
-        "parts": kept[-1][2] if kept else "",
-    }
+            kept.append({n: times[BASELINE][n] if n == "sdpa" else max(times[0][n], times[1][n]) for n in order})
+    share = case.mask.area / Mask.causal(case.seq_len).area
+    found = {}
+    for route in routes:
+        ratio = Spread.of([repeat[route] / (repeat["sdpa"] * share) for repeat in kept])
+        found[route] = {"ratio": ratio, "seconds": Spread.of([repeat[route] for repeat in kept]), "parts": parts[route]}
+        if peaks:
+            found[route]["parts"]["peak MiB"] = peaks[route] / 2**20
+            found[route]["parts"]["peak / ulysses"] = peaks[route] / peaks.get("ulysses", float("nan"))
+    sdpa = Spread.of([repeat["sdpa"] for repeat in kept])
+    return {"case": str(case), "sdpa_seconds": sdpa, "routes": found, "dropped": dropped}
 
 
 def _inputs(case: Case) -> list[torch.Tensor]:
+    """q, k, v and the gradient of out; of a layer x, its weights and the gradient of y."""
     torch.manual_seed(0)
-    shapes = [
-        (1, heads, case.seq_len, case.head_dim) for heads in (case.heads, case.kv_heads, case.kv_heads, case.heads)
-    ]
-    return [torch.randn(shape).to(getattr(torch, case.dtype)) for shape in shapes]
+    width, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
+    if case.kind == "layer":
+        shapes = [
+            (1, case.seq_len, width),
+            (width, width),
+            (kv, width),
+            (kv, width),
+            (width, width),
+            (1, case.seq_len, width),
+        ]
+        return [torch.randn(shape) / (1 if len(shape) == 3 else width**0.5) for shape in shapes]
+    heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
+    return [torch.randn(1, n, case.seq_len, case.head_dim).to(getattr(torch, case.dtype)) for n in heads]
 
 
-def _sdpa(case: Case):
-    torch.set_num_threads(os.cpu_count() or 1)
-    q, k, v, dout = _inputs(case)
+def _with_gradients(tensors: Sequence[torch.Tensor], forward: Callable[..., torch.Tensor]) -> Run:
+    *inputs, dout = tensors
 
-    def run():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=case.heads != case.kv_heads)
+    def run() -> tuple[torch.Tensor, ...]:
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = forward(*leaves)
         out.backward(dout)
-        return (out.detach(), *(x.grad for x in leaves)), ""
+        return (out.detach(), *(x.grad for x in leaves))
 
     return run
 
 
-def _longspan(case: Case, group: dist.ProcessGroup):
-    torch.set_num_threads(1)
-    layout = Layout.zigzag(case.seq_len, 2)
-    plan = plan_attention(layout, Mask.causal(case.seq_len), heads=(case.heads, case.kv_heads))
-    q, k, v, dout = (shard(x, layout, dist.get_rank(), 2) for x in _inputs(case))
+def _sdpa(case: Case, exact: bool = False) -> Run:
+    """Full causal, whatever the window: what a window is measured against. `exact`: by a dense mask, what it must equal."""
+    gqa = case.heads != case.kv_heads
+    mask = torch.from_numpy(case.mask.dense()) if exact and case.window else None
 
-    def run():
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        with record() as calls:
-            out = attention(*leaves, plan=plan, group=group)
-            out.backward(dout)
-        parts = ", ".join(
-            f"{name} {sum(getattr(call, f'seconds_{name}') for call in calls):.3f}"
-            for name in ("kernels", "waiting", "merging")
-        )
-        return (out.detach(), *(x.grad for x in leaves)), f"rank {dist.get_rank()}: {parts} s"
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=gqa)
 
-    return run
+    return _with_gradients(_inputs(case), plain if case.kind != "layer" else _layer(case, plain))
 
 
-def _compare(result: tuple) -> None:
-    """No figure without a right answer: the ranks' outputs and gradients against SDPA's own."""
-    ours: list = [None] * 3
-    tensors = [x.float() for x in result[0]]
-    dist.all_gather_object(ours, tensors)
-    seq_len = ours[BASELINE][0].shape[2]
-    layout = Layout.zigzag(seq_len, 2)
-    for index, right in enumerate(ours[BASELINE]):
-        for rank in (0, 1):
-            difference = (ours[rank][index] - shard(right, layout, rank, 2)).abs().max()
-            assert difference <= 0.02 * right.abs().max(), f"tensor {index} of rank {rank} is off by {difference}"
+def _layer(case: Case, attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def forward(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        q, k, v = (F.linear(x, w).unflatten(-1, (-1, case.head_dim)).transpose(1, 2) for w in weights[:3])
+        return F.linear(attend(q, k, v).transpose(1, 2).flatten(2), weights[3])
+
+    return forward
+
+
+def _longspan(case: Case, route: str, group: dist.ProcessGroup) -> Run:
+    plan, rank, tensors = case.plan(route), dist.get_rank(), _inputs(case)
+    if case.kind != "layer":
+        local = [shard(x, plan.layout, rank, 2) for x in tensors]
+        return _with_gradients(local, lambda q, k, v: attention(q, k, v, plan=plan, group=group))
+    x, *weights, dy = tensors
+    local = [shard(x, plan.layout, rank, 1), *weights, shard(dy, plan.layout, rank, 1)]
+    if route != "upipe":
+        return _with_gradients(local, _layer(case, lambda q, k, v: attention(q, k, v, plan=plan, group=group)))
+    module = UpipeAttention(case.heads * case.head_dim, case.heads, case.kv_heads, HEADS_PER_STAGE)
+    names = [f"{name}_proj.weight" for name in "qkvo"]
+
+    def forward(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, dict(zip(names, weights, strict=True)), (x, plan, group))
+
+    return _with_gradients(local, forward)
+
+
+def _compare(plan: Plan, results: list[list[torch.Tensor]], right: list[torch.Tensor]) -> None:
+    """No figure without a right answer. A weight's gradient is a sum over the ranks, all else is a shard."""
+    for index, want in enumerate(right):
+        parts = [results[rank][index] for rank in (0, 1)]
+        pairs = [(part, shard(want, plan.layout, rank, want.ndim - 2)) for rank, part in enumerate(parts)]
+        for got, local in [(parts[0] + parts[1], want)] if want.ndim == 2 else pairs:
+            off = float((got - local).abs().max() / want.abs().max())
+            assert off <= 0.03, f"{plan.route}: tensor {index} is off by {off}"
+
+
+def _wide(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x.float() for x in tensors]
+
+
+def _everyone(value: object) -> list:
+    values: list = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _parts(run: Run) -> dict[str, float]:
+    """Where rank 0 spends its time."""
+    with record() as calls:
+        run()
+    names = ("kernels", "waiting", "merging")
+    return _everyone({name: sum(getattr(call, f"seconds_{name}") for call in calls) for name in names})[0]
+
+
+def _peak(run: Run) -> int:
+    """The most a run holds at a time beyond what it returns."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        results = run()
+    return peak_bytes(profiler) - sum(x.nbytes for x in results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""What the benchmarks share: whether other programs used the cores, medians with their spread, the printed record."""
+"""What the benchmarks share: whether other programs used the cores, medians with their spread, memory and bytes, the record."""
 
 import json
 import os
 import resource
+import socket
 import statistics
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,12 +33,17 @@ class Usage:
         return cls(busy / os.sysconf("SC_CLK_TCK"), used.ru_utime + used.ru_stime)
 
 
-def foreign_share(before: Usage, seconds: float) -> float:
-    """The share of all cores that other programs used since `before`; `seconds` is the wall time. Collective."""
+def foreign_share(before: Usage, seconds: float, total: Callable[[torch.Tensor], Any] = dist.all_reduce) -> float:
+    """The share of all cores that other programs used since `before`; `seconds` is the wall time. Collective.
+
+    `total` sums a tensor in place over all processes of the benchmark. All get the same share, from the means of what each saw
+    of the machine and the clock: they decide by it whether to go on.
+    """
     after = Usage.now()
-    own = torch.tensor(after.own - before.own, dtype=torch.float64)
-    dist.all_reduce(own)
-    return max(0.0, after.machine - before.machine - float(own)) / (seconds * (os.cpu_count() or 1))
+    sums = torch.tensor([after.own - before.own, after.machine - before.machine, seconds, 1.0], dtype=torch.float64)
+    total(sums)
+    own, machine, wall, processes = sums.tolist()
+    return max(0.0, machine / processes - own) / (wall / processes * (os.cpu_count() or 1))
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,33 @@ class Spread:
 
     def __str__(self) -> str:
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f}, n={self.repeats})"
+
+
+def peak_bytes(profiler: torch.profiler.profile) -> int:
+    """The highest running sum of the profiled allocations and frees, in the order they happened."""
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def tcp_bytes_sent() -> int:
+    """Payload that this process's TCP sockets have sent, by the kernel's own count (`struct tcp_info`, Linux)."""
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as copy:
+                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                    info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    sent, again = struct.unpack_from("QQ", info, 200)
+                    total += sent - again
+        except OSError:
+            continue
+    return total
 
 
 def save(path: Path | None, record: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.harness import save
+from benchmarks.harness import peak_bytes, save
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.data import Batch
 from longspan.train.config import TrainConfig, load_config
@@ -53,16 +53,6 @@ def peak_of_step(config: TrainConfig, cp: int, seq_len: int) -> list[int]:
         return peaks
     finally:
         leave_world()
-
-
-def peak_bytes(profiler: torch.profiler.profile) -> int:
-    """The highest running sum of allocations and frees, in the order they happened."""
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    held = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 if __name__ == "__main__":

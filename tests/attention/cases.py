@@ -7,6 +7,7 @@ from longspan.comm.sharding import shard
 from longspan.comm.traffic import record
 from longspan.plan import Layout, Mask, plan_attention
 from tests.oracle import dense_attention, make_inputs, relative_error
+from tests.plan.strategies import NAMES, carries
 
 NAN = float("nan")
 
@@ -55,6 +56,27 @@ def matrix(P: int, lengths) -> list[Case]:
                         turn = len(cases)
                         layout = Layout.named(name, S, P, slots)
                         cases.append(Case(layout, mask, heads, 1 + turn % 5 % 2, ("sdpa", "reference")[turn % 2]))
+    return cases
+
+
+HEADS = ((8, 2), (6, 2), (12, 6), (9, 3), (10, 2))
+"""Query and KV heads for routes that may move them: fewer and more KV heads than ranks, and degrees that divide none or both."""
+
+
+def routed(route: str, inner: int | None, P: int, S: int, every_layout: bool = True) -> list[Case]:
+    """Each mask in each layout, or in one of them in turn; heads that the route can deal out, slots, batch sizes and kernels
+    take turns, so that the route meets every one of them."""
+    heads = [some for some in HEADS if carries(route, P, inner, some)]
+    cases = []
+    for number, mask in enumerate(masks_of(S)):
+        for name in NAMES if every_layout else (NAMES[number % 3],):
+            turn = len(cases)
+            layout = Layout.named(name, S, P, (None, -(-S // P) + 3)[turn % 2])
+            kernel = ("sdpa", "reference")[turn // 2 % 2]
+            cases.append(Case(layout, mask, heads[turn % len(heads)], 1 + turn % 5 % 2, kernel, 8, route, inner))
+    for values in (NAMES, heads, ("sdpa", "reference"), (True, False)):
+        met = {v for c in cases for v in (c.layout.name, c.heads, c.kernel, c.layout.slots is None)}
+        assert met >= set(values), f"{route} {inner} of {P} never meets {set(values) - met}"
     return cases
 
 

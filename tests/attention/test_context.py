@@ -21,15 +21,28 @@ def opened(cp, mask, ids=None):
     ("how", "text"),
     [
         (
-            {"wire_dtype": torch.bfloat16},
-            "wire_dtype=torch.bfloat16: keys and values travel in their own type\n\nhint: leave wire_dtype out",
+            {"wire_dtype": torch.float16},
+            "wire_dtype 'torch.float16' is not known\n\n"
+            "hint: choose one of bf16, fp8, or leave it out to send rows as they are",
+        ),
+        (
+            {"route": "ulysses"},
+            "route 'ulysses' moves heads, and how many there are is not given\n\nhint: set heads=(query, KV)",
+        ),
+        (
+            {"route": "auto", "inner": 2},
+            "inner=2 is for a route of two levels; 'auto' chooses\n\nhint: leave inner out",
         ),
         ({"inner": 2}, "inner=2 means nothing to route 'ring', which has one level\n\nhint: leave inner out"),
         (
             {"layout": "spiral"},
             "layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped",
         ),
-        ({"route": "tube"}, "route 'tube' is not available\n\nhint: choose one of ring"),
+        (
+            {"route": "tube"},
+            "route 'tube' is not known\n\nhint: choose one of auto, ring, allgather, rotate, exchange, ulysses, upipe, usp, "
+            "ring-ulysses, allgather-ulysses, rotate-ulysses, exchange-ulysses, ulysses-ring",
+        ),
         (
             {"heads": (9, 2)},
             "9 query heads are not divisible by 2 KV heads\n\nhint: KV heads may be one of 1, 3, 9",
@@ -281,3 +294,86 @@ def _empty_rank(group, rank):
 
 def test_a_sequence_of_one_token_on_four_ranks():
     assert run_ranks(4, _empty_rank) == [True] * 4
+
+
+def _on_a_mesh(group, rank):
+    S, heads = 22, (4, 2)
+    inputs, mask = make_inputs(S, heads), Mask.causal(S)
+    want = dense_attention(inputs, mask)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    wide = init_device_mesh("cpu", (1, 4), mesh_dim_names=("outer", "inner"))
+    errors = []
+    for place, route, how in (
+        (mesh, "usp", {}), (mesh, "usp", {"inner": 2}), (mesh, "ulysses-ring", {}), (wide, "usp", {}), (group, "usp", {}),
+        (mesh["inner"], "ring", {}), (group, "auto", {}), (group, "exchange-ulysses", {"inner": 1}),
+    ):  # fmt: skip
+        cp = ContextParallel(place, route=route, heads=heads, **how)
+        with cp.sequence(mask) as sequence:
+            local = sequence.shard({"q": inputs.q, "k": inputs.k, "v": inputs.v}, dim=2)
+            leaves = [x.requires_grad_() for x in local.values()]
+            out = sequence.attention(*leaves)
+            out.backward(sequence.shard(inputs.dout, dim=2))
+            errors.append(relative_error(sequence.unshard(out.detach(), dim=2), want.out))
+            errors += [relative_error(x.grad, sequence.shard(g, dim=2)) for x, g in zip(leaves, want[1:4], strict=True)]
+    refused = [
+        raised(ContextParallel, mesh, route="usp", heads=heads, inner=4),
+        raised(ContextParallel, mesh, route="ring", heads=heads),
+        raised(ContextParallel, group, route="ulysses", heads=(2, 2), tp=2),
+        raised(ContextParallel, group, route="usp", heads=heads, inner=3),
+    ]
+    return max(errors), refused
+
+
+def test_routes_of_two_levels_on_a_mesh_of_two_axes():
+    for error, refused in run_ranks(4, _on_a_mesh):
+        assert error < 1e-10
+        assert refused == [
+            (
+                "SpecError",
+                "a mesh of 2 x 2 ranks (outer, inner) was given to a route of 1 x 4\n\n"
+                "hint: set inner=2, or give a mesh of that shape",
+            ),
+            (
+                "SpecError",
+                "inner=2 means nothing to route 'ring', which has one level\n\nhint: leave inner out",
+            ),
+            (
+                "SpecError",
+                "ulysses degree 4 does not divide 2 query heads (of 4, tp=2 has taken its share) (2 KV heads)\n\n"
+                'hint: use 1 or 2, lower tp, or route="ring"',
+            ),
+            ("SpecError", "inner=3 does not divide the 4 ranks of the group\n\nhint: use 1, 2, 4"),
+        ]
+
+
+def _rounded(group, rank):
+    S, heads = 40, (4, 2)
+    inputs, mask = make_inputs(S, heads, dim=16, dtype=torch.float32), Mask.documents([25, 15])
+    found = {}
+    for route in ("ring", "exchange", "ulysses", "usp"):
+        for wire_dtype in (None, torch.bfloat16, "fp8"):
+            cp = ContextParallel(group, route=route, heads=heads, wire_dtype=wire_dtype)
+            with cp.sequence(mask) as sequence, record() as calls:
+                local = sequence.shard({"q": inputs.q, "k": inputs.k, "v": inputs.v}, dim=2)
+                out = sequence.unshard(sequence.attention(*local.values()), dim=2)
+            found[route, cp.wire_dtype] = relative_error(out, dense_attention(inputs, mask).out), calls[0].bytes_sent
+            assert calls[0].bytes_sent == sequence.plans["full"].bytes(rank, "forward", 16, 4)
+    return found
+
+
+def test_rows_that_travel_rounded():
+    for found in run_ranks(2, _rounded):
+        for route in ("ring", "exchange", "ulysses", "usp"):
+            (exact, all_bytes), (bf16, some_bytes), (fp8, few_bytes) = (found[route, w] for w in (None, "bf16", "fp8"))
+            assert exact < 1e-6 < bf16 < 2**-7 < fp8 < 2**-2
+            assert all_bytes > some_bytes > few_bytes > 0
+
+
+def test_a_route_that_makes_its_own_queries_refuses_them():
+    q, k, v, _ = make_inputs(8)
+    with pytest.raises(SpecError) as error:
+        opened(ContextParallel(None, route="upipe", heads=(4, 2)), Mask.causal(8)).attention(q, k, v)
+    assert str(error.value) == (
+        "route 'upipe' was given q, k and v of all heads, which it is there to avoid\n\n"
+        'hint: give the layer\'s input to longspan.projected_attention (or UpipeAttention), or use route="ulysses"'
+    )

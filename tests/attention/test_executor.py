@@ -5,11 +5,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.attention.attention import attention
+from longspan.attention.heads import HeadExchange
 from longspan.comm.sharding import shard, unshard
-from longspan.comm.traffic import record
+from longspan.comm.traffic import call, record
 from longspan.plan import Layout, Mask, plan_attention
 from tests.oracle import Inputs, dense_attention, make_inputs, relative_error
 from tests.plan.strategies import NAMES
@@ -17,12 +19,17 @@ from tests.ranks import run_ranks
 
 from .cases import NAN, Case, check_cases
 
+ROUTES = (
+    ("ring", None), ("exchange", None), ("rotate", None), ("allgather", None), ("ulysses", None), ("usp", 2), ("ulysses-ring", 2),
+)  # fmt: skip
 
-def run(group, rank, layout, mask, inputs, **how):
+
+def run(group, rank, layout, mask, inputs, route="ring", inner=None, **how):
     """Out and gradients of this rank's slots, and of the sink if there is one."""
+    plan = plan_attention(layout, mask, route, (inputs.q.shape[1], inputs.k.shape[1]), inner)
     q, k, v = (shard(x, layout, rank, 2, fill=NAN).requires_grad_() for x in inputs[:3])
     sink = how["sink"] = how["sink"].clone().requires_grad_() if "sink" in how else None
-    out = attention(q, k, v, plan=plan_attention(layout, mask), group=group, **how)
+    out = attention(q, k, v, plan=plan, group=group, **how)
     out.backward(shard(inputs.dout, layout, rank, 2, fill=NAN))
     return [out.detach(), q.grad, k.grad, v.grad, None if sink is None else sink.grad]
 
@@ -230,14 +237,87 @@ def test_results_have_the_type_of_the_inputs(dtype):
 
 
 def test_two_runs_give_the_same_bits():
-    inputs = make_inputs(61, batch=2, dtype=torch.float32)
+    inputs = make_inputs(61, (12, 6), batch=2, dtype=torch.float32)
     cases = [
-        (Layout.named(name, 61, 4), mask, inputs, {})
+        (Layout.named(name, 61, 4), mask, inputs, {"route": route, "inner": inner})
         for name in NAMES for mask in (Mask.causal(61), Mask.documents([20, 30, 11], window=9))
+        for route, inner in ROUTES
     ]  # fmt: skip
     for results in run_ranks(4, run_many, cases + cases):
         for one, other in zip(results[: len(cases)], results[len(cases) :], strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one[:4], other[:4], strict=True))
+
+
+@pytest.mark.parametrize(("route", "inner"), [r for r in ROUTES if r[0] != "ring"])
+def test_sinks_on_other_routes(route, inner):
+    """Where heads are exchanged, rank r of 4 uses sinks 2r, 2r+1 of 8; the gradients of all ranks add up to the whole."""
+    S, heads, P = 22, (8, 2), 4
+    inputs = make_inputs(S, heads, batch=2)
+    sink = torch.linspace(-1.0, 3.0, 8, dtype=torch.float64)
+    masks = [Mask.causal(S), Mask.bands(S, [(3, S, 0, S - 4, None, None)])]
+    cases = [
+        (Layout.named(name, S, P, 8), mask, inputs, {"sink": sink, "route": route, "inner": inner})
+        for mask in masks for name in NAMES
+    ]  # fmt: skip
+    by_rank = run_ranks(P, run_many, cases)
+    for n, (layout, mask, _, _) in enumerate(cases):
+        want = dense_attention(inputs, mask, sink=sink)
+        for number in range(4):
+            got = unshard([results[n][number] for results in by_rank], layout, 2)
+            assert relative_error(got, want[number]) < 1e-10
+        dsinks = [results[n][4] for results in by_rank]
+        assert relative_error(torch.stack(dsinks).sum(0), want.dsink) < 1e-10
+        if route == "ulysses":
+            for rank, dsink in enumerate(dsinks):
+                assert torch.nonzero(dsink).flatten().tolist() == [2 * rank, 2 * rank + 1]
+
+
+def _there(group, rank):
+    """`x = 100 b + 10 s + h` of 2 rows of 4 tokens, 2 heads, zigzag on 2 ranks."""
+    layout = Layout.zigzag(4, 2)
+    work = plan_attention(layout, Mask.causal(4), "ulysses", (2, 2)).rank_plan(rank)
+    b, h, s = (torch.arange(float(n)) for n in (2, 2, 4))
+    x = (100 * b.view(2, 1, 1, 1) + 10 * s.view(1, 1, 4, 1) + h.view(1, 2, 1, 1)).contiguous()
+    local = shard(x, layout, rank, 2)
+    with call("forward", "ulysses", "none", rank, local.device) as meter:
+        exchange = HeadExchange.of(work, group, meter)
+        (together,) = exchange.there([local])
+        (back,) = exchange.back([together], [], dtype=local.dtype)
+    assert torch.equal(back, local)
+    return together[..., 0].tolist(), meter.bytes_sent
+
+
+def test_after_the_exchange_every_row_of_a_batch_has_its_own_tokens():
+    for rank, (together, sent) in enumerate(run_ranks(2, _there)):
+        assert together == [[[100 * b + 10 * s + rank for s in range(4)]] for b in range(2)]
+        assert sent == 2 * (2 * 1 * 2) * 4  # there and back: 2 batch rows, 1 head, 2 tokens of 4 bytes
+
+
+@pytest.mark.parametrize(("route", "inner"), ROUTES)
+def test_gradients_of_a_kv_head_are_sums_over_all_its_query_heads(route, inner):
+    """q = k = 0, full mask, dout = 1: each of 4 query heads gives dv = 1; half of them, on one of two replicas, would give 2."""
+    S, layout = 12, Layout.zigzag(12, 4)
+    zeros, zeros_kv = torch.zeros(1, 8, S, 4, dtype=torch.float64), torch.zeros(1, 2, S, 4, dtype=torch.float64)
+    inputs = Inputs(zeros, zeros_kv, zeros_kv, torch.ones_like(zeros))
+    for (results,) in run_ranks(4, run_many, [(layout, Mask.full(S), inputs, {"route": route, "inner": inner})]):
+        torch.testing.assert_close(results[3], torch.full_like(results[3], 4.0))
+
+
+def _replica(group, rank, routes):
+    """8 ranks: ulysses 2, ring 2, dp 2. Each replica has a batch of its own."""
+    groups = [dist.new_group(range(4)), dist.new_group(range(4, 8))]
+    replica, place = divmod(rank, 4)
+    inputs, mask, layout = make_inputs(26, (4, 2), seed=replica), Mask.causal(26), Layout.zigzag(26, 4)
+    want = dense_attention(inputs, mask)
+    for route, inner in routes:
+        got = run(groups[replica], place, layout, mask, inputs, route, inner)
+        for x, whole in zip(got[:4], want[:4], strict=True):
+            assert relative_error(x, shard(whole, layout, place, 2)) < 1e-10, (route, rank)
+    return dist.get_rank(groups[replica])
+
+
+def test_hops_and_exchanges_stay_in_the_group_of_a_replica():
+    assert run_ranks(8, _replica, ROUTES) == [0, 1, 2, 3] * 2
 
 
 def _fresh_memory_is_nan(group, rank):

@@ -16,53 +16,117 @@ from tests.oracle import make_inputs
 from tests.ranks import run_ranks
 
 PLAN = plan_attention(Layout.zigzag(12, 1, slots=14), Mask.causal(12, window=5))
+SCALE = 0.3
 
 
-def local_inputs(dtype=torch.float32, dim_v=8):
-    inputs = make_inputs(12, dim_v=dim_v, dtype=dtype)
-    return [shard(x, PLAN.layout, 0, 2) for x in inputs]
+def local_inputs(dtype=torch.float32, dim_v=8, plan=PLAN, rank=0, heads=(4, 2)):
+    inputs = make_inputs(12, heads, dim_v=dim_v, dtype=dtype)
+    return [shard(x, plan.layout, rank, 2) for x in inputs]
+
+
+def forward_and_backward(q, k, v, dout, sink, ref):
+    """All results of both operators, the second given what the first kept for it."""
+    out, lse, together = attention_forward(q, k, v, sink, ref, SCALE, ref.exchanged)
+    kept = together or [q, k, v, out]
+    grads = attention_backward(dout, *kept, lse, sink, ref, SCALE, ref.exchanged)
+    return [out, lse, *together, *grads]
+
+
+def strides(x):
+    """Of dims of more than one element; all others may be anything."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+
+
+def differences_from_fake(ref, q, k, v, dout, sink):
+    """Shapes, types and strides of fake and real results, where they differ."""
+    real = forward_and_backward(q, k, v, dout, sink, ref)
+    with FakeTensorMode() as mode:
+        fakes = [None if x is None else mode.from_tensor(x) for x in (q, k, v, dout, sink)]
+        fake = forward_and_backward(*fakes, ref)
+    described = [[(x.shape, x.dtype, strides(x)) for x in results] for results in (fake, real)]
+    assert len(described[0]) == len(described[1])
+    return [(n, f, r) for n, (f, r) in enumerate(zip(*described, strict=True)) if f != r]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dim_v", [8, 4])
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_fake_results_are_like_the_real_ones(dtype, dim_v, with_sink):
-    q, k, v, dout = local_inputs(dtype, dim_v)
     sink = torch.zeros(4, dtype=dtype) if with_sink else None
-    ref = share_of(PLAN, None)
-    real = attention_forward(q, k, v, sink, ref, 0.3)
-    real += attention_backward(dout, q, k, v, *real, sink, ref, 0.3)
-    with FakeTensorMode() as mode:
-        q, k, v, dout, sink = (None if x is None else mode.from_tensor(x) for x in (q, k, v, dout, sink))
-        fake = attention_forward(q, k, v, sink, ref, 0.3)
-        fake += attention_backward(dout, q, k, v, *fake, sink, ref, 0.3)
-    for f, r in zip(fake, real, strict=True):
-        assert (f.shape, f.dtype, f.stride()) == (r.shape, r.dtype, r.stride())
+    assert differences_from_fake(share_of(PLAN, None), *local_inputs(dtype, dim_v), sink) == []
+
+
+def _fake_of_routes(group, rank, routes, heads):
+    found = []
+    for route in routes:
+        plan = plan_attention(
+            Layout.zigzag(12, 4, slots=4), Mask.causal(12), route, heads, 2 if route == "usp" else None
+        )
+        for dtype, dim_v, with_sink in ((torch.float64, 8, True), (torch.bfloat16, 4, False)):
+            sink = torch.zeros(heads[0], dtype=dtype) if with_sink else None
+            inputs = local_inputs(dtype, dim_v, plan, rank, heads)
+            found += [(route, *one) for one in differences_from_fake(share_of(plan, group), *inputs, sink)]
+    return found
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (4, 4), (12, 6)])
+def test_fake_results_of_other_routes(heads):
+    assert run_ranks(4, _fake_of_routes, ("exchange", "rotate", "allgather", "ulysses", "usp"), heads) == [[]] * 4
 
 
 def test_no_result_is_an_input_or_shares_memory_with_one():
     q, k, v, dout = local_inputs()
     ref = share_of(PLAN, None)
-    out, lse = attention_forward(q, k, v, None, ref, 0.3)
-    grads = attention_backward(dout, q, k, v, out, lse, None, ref, 0.3)
+    out, lse, together = attention_forward(q, k, v, None, ref, SCALE, ref.exchanged)
+    assert together == []
+    grads = attention_backward(dout, q, k, v, out, lse, None, ref, SCALE, ref.exchanged)
     given = {x.untyped_storage().data_ptr() for x in (q, k, v, dout, out, lse)}
     assert not given & {x.untyped_storage().data_ptr() for x in grads if x.numel()}
 
 
-def test_compiled_is_as_eager():
-    ref = share_of(PLAN, None)
+def _memory_of_exchanged_heads(group, rank):
+    shared = []
+    for degree, route in ((2, "ulysses"), (2, "usp")):
+        plan = plan_attention(Layout.contiguous(12, degree), Mask.causal(12), route, (4, 2))
+        ref = share_of(plan, group)
+        q, k, v, dout = local_inputs(plan=plan, rank=rank)
+        out, lse, together = attention_forward(q, k, v, None, ref, SCALE, ref.exchanged)
+        results = [out, lse, *together]
+        grads = attention_backward(dout, *together, lse, None, ref, SCALE, ref.exchanged)
+        before = [x.untyped_storage().data_ptr() for x in (q, k, v, dout, *results)]
+        shared.append(len(before) - len(set(before)))
+        shared.append(len(set(before) & {x.untyped_storage().data_ptr() for x in grads if x.numel()}))
+    return shared
+
+
+def test_nor_where_heads_are_exchanged():
+    assert run_ranks(2, _memory_of_exchanged_heads) == [[0, 0, 0, 0]] * 2
+
+
+def _as_compiled(group, rank, plan, heads):
+    ref = share_of(plan, group)
+    exchanged = ref.exchanged  # compiled code cannot look into an opaque object
 
     def block(q, k, v):
-        return attention_forward(q * 2, k, v, None, ref, 0.3)[0] + 1
+        return attention_forward(q * 2, k, v, None, ref, SCALE, exchanged)[0] + 1
 
     results = []
     for function in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
-        q, k, v, dout = local_inputs()
+        q, k, v, dout = local_inputs(plan=plan, rank=rank, heads=heads)
         out = function(q.requires_grad_(), k.requires_grad_(), v.requires_grad_())
         out.backward(dout)
         results.append([out.detach(), q.grad, k.grad, v.grad])
-    for eager, compiled in zip(*results, strict=True):
-        assert torch.equal(eager, compiled)
+    return all(torch.equal(eager, compiled) for eager, compiled in zip(*results, strict=True))
+
+
+def test_compiled_is_as_eager():
+    assert _as_compiled(None, 0, PLAN, (4, 2))
+
+
+@pytest.mark.parametrize("route", ["exchange", "ulysses", "usp"])
+def test_compiled_is_as_eager_on_other_routes(route):
+    plan = plan_attention(Layout.zigzag(12, 2), Mask.causal(12), route, (4, 2))
+    assert run_ranks(2, _as_compiled, plan, (4, 2)) == [True] * 2
 
 
 def _keep_attention(ctx, op, *arguments, **keywords):
@@ -70,9 +134,9 @@ def _keep_attention(ctx, op, *arguments, **keywords):
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _checkpointed(group, rank, how):
+def _checkpointed(group, rank, how, route):
     S = 18
-    plan = plan_attention(Layout.zigzag(S, 2), Mask.causal(S))
+    plan = plan_attention(Layout.zigzag(S, 2), Mask.causal(S), route, (4, 2))
     inputs = make_inputs(S)
     results = []
     for recompute in (None, how):
@@ -101,8 +165,9 @@ def _checkpointed(group, rank, how):
     ("how", "phases"),
     [("all", ["forward", "forward", "backward"]), ("all but attention", ["forward", "backward"])],
 )
-def test_recomputed_blocks_give_the_same_gradients(how, phases):
-    assert run_ranks(2, _checkpointed, how) == [(True, phases)] * 2
+@pytest.mark.parametrize("route", ["ring", "exchange", "ulysses"])
+def test_recomputed_blocks_give_the_same_gradients(how, phases, route):
+    assert run_ranks(2, _checkpointed, how, route) == [(True, phases)] * 2
 
 
 def _backward_elsewhere(group, rank):
@@ -130,9 +195,9 @@ def test_backward_after_the_recorder_closed_and_in_another_thread():
     assert run_ranks(2, _backward_elsewhere) == [True] * 2
 
 
-def _twice(group, rank):
+def _twice(group, rank, route):
     S = 18
-    plan = plan_attention(Layout.zigzag(S, 2), Mask.causal(S))
+    plan = plan_attention(Layout.zigzag(S, 2), Mask.causal(S), route, (4, 2))
     q, k, v, dout = (shard(x, plan.layout, rank, 2) for x in make_inputs(S))
     q.requires_grad_()
     out = attention(q, k, v, plan=plan, group=group)
@@ -141,5 +206,6 @@ def _twice(group, rank):
     return torch.equal(once, again)
 
 
-def test_backward_may_run_twice():
-    assert run_ranks(2, _twice) == [True] * 2
+@pytest.mark.parametrize("route", ["ring", "exchange", "ulysses"])
+def test_backward_may_run_twice(route):
+    assert run_ranks(2, _twice, route) == [True] * 2

@@ -1,15 +1,15 @@
-"""Every layout, mask, degree and head layout against a dense fp64 oracle, on every rank, forward and backward."""
+"""Every route, layout, mask, degree and head layout against a dense fp64 oracle, on every rank, forward and backward."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.strategies import DEGREES, layout_and_mask
+from tests.plan.strategies import DEGREES, INNER_HEADS, OUTER_HEADS, carries, factored, inners_of, layout_and_mask
 from tests.ranks import run_ranks
 
-from .cases import Case, check_cases, matrix
+from .cases import HEADS, Case, check_cases, matrix, routed
 
-LENGTHS = {1: 19, 2: 23, 3: 25, 4: 37, 5: 33, 8: 43}
+LENGTHS = {1: 19, 2: 23, 3: 25, 4: 37, 5: 33, 6: 41, 8: 43}
 """Tokens of the quick matrix at each degree: none is a multiple of what it is cut into."""
 
 
@@ -27,6 +27,42 @@ def test_matrix_over_lengths(P):
     assert run_ranks(P, check_cases, cases) == [len(cases)] * P
 
 
+ONE_LEVEL = ("rotate", "allgather", "exchange", "ulysses")
+TWO_LEVELS = INNER_HEADS + OUTER_HEADS
+"""Beside the ring, whose matrix is above, and `upipe`, which has tests of its own."""
+
+
+def factorisations(routes, P: int, proper: bool) -> list[tuple[str, int | None]]:
+    """Routes with every inner degree; with `proper` only those that leave work for both levels."""
+    return [(r, n) for r in routes for n in inners_of(r, P) if n is None or not proper or 1 < n < P]
+
+
+QUICK = [(P, r, n) for P in (1, 2, 3, 4) for r, n in factorisations(ONE_LEVEL + TWO_LEVELS, P, proper=False)]
+QUICK += [(P, r, n) for P in (5, 6, 8) for r, n in factorisations((*ONE_LEVEL, "usp"), P, proper=True)]
+
+
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 6, 8])
+def test_routes(P):
+    cases = [case for degree, r, n in QUICK if degree == P for case in routed(r, n, P, LENGTHS[P], every_layout=False)]
+    assert len(cases) >= 9 * 4
+    assert run_ranks(P, check_cases, cases) == [len(cases)] * P
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("route", ONE_LEVEL + TWO_LEVELS)
+@pytest.mark.parametrize("P", [2, 3, 4, 5, 6, 8])
+def test_routes_in_every_layout(P, route):
+    whole = factorisations((route,), P, proper=True)
+    cases = [case for r, n in whole for case in routed(r, n, P, LENGTHS[P])]
+    for r, n in factorisations((route,), P, proper=False):
+        if (r, n) not in whole and P > 4:  # up to 4 ranks `test_routes` has them
+            cases += routed(r, n, P, LENGTHS[P], every_layout=False)
+    if cases:
+        assert run_ranks(P, check_cases, cases) == [len(cases)] * P
+    else:
+        assert P in (2, 3), "a prime degree has no factorisation of its own"
+
+
 random_cases = st.builds(
     lambda pair, heads, batch, kernel: Case(*pair, heads, batch, kernel),
     layout_and_mask(1, 200, DEGREES, with_slots=True),
@@ -41,6 +77,37 @@ random_cases = st.builds(
 def test_any_length_and_documents(case):
     P = case.layout.ranks
     assert run_ranks(P, check_cases, [case]) == [1] * P
+
+
+ALL_ROUTES = ("ring", *ONE_LEVEL, *TWO_LEVELS)
+SMALL_HEADS = (*HEADS, (1, 1), (4, 4), (3, 1), (15, 3))
+"""15/3 on 5 ranks: a rank's query heads share KV heads unevenly."""
+
+
+@st.composite
+def routed_cases(draw, degrees):
+    route, P, inner, heads = draw(factored(ALL_ROUTES, degrees, SMALL_HEADS))
+    layout, mask = draw(layout_and_mask(1, 120, (P,), with_slots=True))
+    batch, kernel = draw(st.integers(1, 2)), draw(st.sampled_from(["auto", "sdpa", "reference"]))
+    return Case(layout, mask, heads, batch, kernel, draw(st.sampled_from([8, 5])), route, inner)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(routed_cases((1, 2, 3, 4, 5, 6, 8)))
+def test_any_route(case):
+    P = case.layout.ranks
+    assert carries(case.route, P, case.inner, case.heads)
+    assert run_ranks(P, check_cases, [case]) == [1] * P
+
+
+@pytest.mark.slow
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(st.sampled_from([2, 3, 4, 5, 6, 8]).flatmap(
+    lambda P: st.lists(routed_cases((P,)), min_size=40, max_size=40)
+))  # fmt: skip
+def test_many_routes(cases):
+    P = cases[0].layout.ranks
+    assert run_ranks(P, check_cases, cases) == [len(cases)] * P
 
 
 @pytest.mark.slow

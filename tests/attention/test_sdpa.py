@@ -37,10 +37,10 @@ def some_tiles(draw):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(some_tiles())
-def test_split_covers_each_pair_once_with_shapes_that_the_cpu_kernel_has(tile):
+@given(some_tiles(), st.booleans())
+def test_split_covers_each_pair_once_with_shapes_that_the_cpu_kernel_has(tile, backward):
     times = torch.zeros(400, 400, dtype=torch.int64)
-    for part in KERNEL.split(tile, CPU):
+    for part in KERNEL.split(tile, CPU, backward):
         pairs = seen(part)
         assert pairs.any(0).all()
         assert pairs.any(1).all()
@@ -165,8 +165,8 @@ class OnCuda:
 
     name = "sdpa"
 
-    def split(self, tile, device):
-        return KERNEL.split(tile, CUDA)
+    def split(self, tile, device, backward=False):
+        return KERNEL.split(tile, CUDA, backward)
 
     def forward(self, *arguments):
         return sdpa._cuda_forward(*arguments)

@@ -28,6 +28,7 @@ TILES = {
     "causal": make_tile(0, 6, 0, 6, lo=0),
     "causal, elsewhere": make_tile(4, 9, 3, 8, lo=1),
     "causal, above a block": make_tile(0, 300, 0, 300, lo=0),
+    "causal, above all that are cut": make_tile(0, 1030, 0, 1030, lo=0),
     "lower trapezoid, wide": make_tile(4, 9, 0, 9, lo=0),
     "lower trapezoid, tall": make_tile(0, 9, 0, 4, lo=0),
     "lower trapezoid, very tall": make_tile(0, 30, 0, 4, lo=0),
@@ -40,6 +41,9 @@ TILES = {
     "band, wide": make_tile(8, 12, 0, 16, lo=-1, hi=7),
     "band, tall": make_tile(0, 24, 5, 9, lo=2, hi=12),
     "band, above a block": make_tile(0, 300, 0, 300, lo=0, hi=40),
+    "band, of several strips": make_tile(0, 700, 0, 700, lo=0, hi=300),
+    "band, of several strips, to both sides": make_tile(0, 500, 100, 600, lo=-90, hi=110),
+    "upper trapezoid, above a block": make_tile(0, 400, 0, 500, hi=60),
     "band, diagonal": make_tile(0, 9, 0, 9, lo=0, hi=0),
     "band, strictly below": make_tile(0, 150, 0, 140, lo=3, hi=11),
 }
@@ -70,13 +74,16 @@ def check_kernel(kernel, tile, heads, dtype, tolerances, dim_v=None, dim=8, spli
     scores = exact.q @ exact.k.repeat_interleave(heads[0] // heads[1], 1).mT * scale
     want_lse = scores.masked_fill(~visible, float("-inf")).logsumexp(-1)
 
-    parts = kernel.split(tile, torch.device("cpu")) if split else (tile,)
+    cpu, rest = torch.device("cpu"), make_tile(tile.q0, tile.q1, tile.k1, tile.k1 + others)
+
+    def work(backward):
+        parts = kernel.split(tile, cpu, backward) if split else (tile,)
+        return [*((part, k_tile, v_tile, tile.k0) for part in parts), (rest, k_rest, v_rest, tile.k1)]
+
     wide = accumulation_dtype(dtype)
     out = torch.zeros(*q.shape[:3], v_tile.shape[3], dtype=wide)
     lse = torch.full(q.shape[:3], float("-inf"), dtype=wide)
-    rest = make_tile(tile.q0, tile.q1, tile.k1, tile.k1 + others)
-    work = [(part, k_tile, v_tile, tile.k0) for part in parts] + [(rest, k_rest, v_rest, tile.k1)]
-    for part, k, v, first in work:
+    for part, k, v, first in work(backward=False):
         r, c = slice(part.q0 - tile.q0, part.q1 - tile.q0), slice(part.k0 - first, part.k1 - first)
         o, s = kernel.forward(q[:, :, r], k[:, :, c], v[:, :, c], part.shape, scale)
         assert o.dtype == dtype
@@ -87,7 +94,7 @@ def check_kernel(kernel, tile, heads, dtype, tolerances, dim_v=None, dim=8, spli
     final = out.to(dtype)
     dq = torch.zeros_like(q, dtype=wide)
     dk, dv = (torch.zeros(*t.shape[:2], columns + others, t.shape[3], dtype=wide) for t in (k_tile, v_tile))
-    for part, k, v, first in work:
+    for part, k, v, first in work(backward=True):
         r, c = slice(part.q0 - tile.q0, part.q1 - tile.q0), slice(part.k0 - first, part.k1 - first)
         into = slice(part.k0 - tile.k0, part.k1 - tile.k0)
         arguments = (dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], final[:, :, r], lse[:, :, r])

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 
 from longspan.cli.main import main
 
-COMMANDS = ["train", "verify", "plan", "show", "doctor"]
+COMMANDS = ["train", "verify", "bench", "plan", "show", "doctor"]
 
 
 def fresh(*words: str) -> subprocess.CompletedProcess[str]:

@@ -3,13 +3,15 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from longspan.cli.plan import parse_tokens, plan
-from longspan.plan import Layout, Mask, plan_attention
+from longspan.plan import ROUTES, Costs, Layout, Mask, plan_attention
 from longspan.report import describe
+from longspan.spec import SpecError
 
 
 def run(*words: str) -> Result:
@@ -27,7 +29,7 @@ def test_table() -> None:
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert lines[0] == "zigzag layout, causal mask, ring route"
-    assert lines[1] == "4 ranks, 8,192 tokens, imbalance 1.000, KV rows sent: 0.75 of a plain ring"
+    assert lines[1] == "4 ranks, 8,192 tokens, imbalance 1.000, sent forward: 0.75 of a plain ring"
     assert lines[3].split() == ["rank", "tokens", "pairs", "share", "KV", "rows", "in", "forward", "backward"]
     assert lines[5].split() == ["0", "2,048", "8,389,632", "25.00%", "6,144", "12.0", "MiB", "60.0", "MiB"]
     assert lines[10].split() == ["total", "8,192", "33,558,528", "100%", "18,432", "72.0", "MiB", "216", "MiB"]
@@ -107,9 +109,111 @@ def test_errors(words: tuple[str, ...], stderr: str) -> None:
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", stderr)
 
 
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_route(route: str) -> None:
+    inner = 2 if "-" in route or route == "usp" else None
+    words = ("--seq-len", "96", "--cp", "4", "--heads", "8/2", "--route", route, "--wire-dtype", "fp8")
+    made = plan_attention(Layout.zigzag(96, 4), Mask.causal(96), route, (8, 2), inner, wire_dtype="fp8")
+    data = record(*words, *(("--inner", "2") if inner else ()))
+    assert data == json.loads(describe(made, 128, 2).to_json())
+    assert (data["route"], data["inner"], data["wire_dtype"], data["reason"]) == (route, inner, "fp8", "")
+
+
+def test_auto_says_why_in_the_table_and_the_record(tmp_path: Path) -> None:
+    words = ("--seq-len", "8k", "--cp", "8", "--heads", "32/8", "--route", "auto")
+    layout, mask = Layout.zigzag(8192, 8), Mask.causal(8192)
+    made = plan_attention(layout, mask, "auto", (32, 8))
+    data = record(*words)
+    assert (data["route"], data["reason"]) == (made.route, made.reason)
+    table = run(*words).stdout
+    assert made.reason in " ".join(table.split())
+    assert table.index(made.reason[:20]) < table.index("KV rows in")
+
+    costs = Costs(node_bandwidth=1e9, all_to_all_bandwidth=1e8, source="measured between 8 ranks")
+    costs.save(tmp_path / "costs.json")
+    data = record(*words, "--costs", str(tmp_path / "costs.json"), "--ranks-per-node", "4")
+    made = plan_attention(layout, mask, "auto", (32, 8), ranks_per_node=4, costs=costs)
+    assert (data["route"], data["reason"]) == (made.route, made.reason)
+    assert data["reason"].endswith("(measured between 8 ranks)")
+
+
+def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
+    words = ("--seq-len", "96", "--cp", "8", "--heads", "8/8", "--route", "usp")
+    assert [record(*words)["inner"], record(*words, "--ranks-per-node", "4")["inner"]] == [8, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "stderr"),
+    [
+        (
+            ("--route", "ulysses"),
+            "error: route 'ulysses' moves heads, and how many there are is not given\n\nhint: set --heads Q/KV\n",
+        ),
+        (
+            ("--route", "ulysses", "--heads", "9/3"),
+            "error: ulysses degree 4 does not divide 9 query heads (3 KV heads)\n\n"
+            "hint: use 1, 3 or 9, or --route ring\n",
+        ),
+        (
+            ("--route", "ulysses", "--heads", "6/3", "--tp", "2"),
+            "error: ulysses degree 4 does not divide 6 query heads (of 12, tp=2 has taken its share) (3 KV heads)\n\n"
+            "hint: use 1, 2, 3 or 6, lower tp, or --route ring\n",
+        ),
+        (
+            ("--route", "usp", "--inner", "3", "--heads", "8/8"),
+            "error: inner=3 does not divide the 4 ranks of the group\n\nhint: use 1, 2, 4\n",
+        ),
+        (
+            ("--inner", "2"),
+            "error: inner=2 means nothing to route 'ring', which has one level\n\nhint: leave --inner out\n",
+        ),
+        (
+            ("--costs", "costs.json"),
+            "error: --costs means nothing to --route ring\n\nhint: set --route auto, or leave --costs out\n",
+        ),
+        (
+            ("--ranks-per-node", "2"),
+            "error: --ranks-per-node means nothing to --route ring\n\nhint: leave it out: there is nothing to choose\n",
+        ),
+        (
+            ("--route", "usp", "--inner", "2", "--ranks-per-node", "2", "--heads", "8/8"),
+            "error: --ranks-per-node means nothing to --route usp --inner 2\n\n"
+            "hint: leave it out: there is nothing to choose\n",
+        ),
+        (
+            ("--route", "auto", "--costs", "costs.json"),
+            "error: cannot read costs.json: No such file or directory\n\nhint: longspan bench calibrate writes one\n",
+        ),
+        (
+            ("--window", "0"),
+            "error: window=0: a query sees at least itself\n\nhint: leave --window out for no window\n",
+        ),
+    ],
+)
+def test_what_a_route_refuses(
+    words: tuple[str, ...], stderr: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("--cp", "4", "--seq-len", "8k", *words)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", stderr)
+
+
+@pytest.mark.parametrize("words", [("--wire-dtype", "int8"), ("--tp", "0"), ("--ranks-per-node", "0")])
+def test_values_that_an_option_does_not_take(words: tuple[str, ...]) -> None:
+    result = run("--cp", "4", "--seq-len", "8k", *words)
+    assert result.exit_code == 2
+    assert f"Invalid value for '{words[0]}'" in result.stderr
+
+
+def test_the_python_hint_of_a_window_stays() -> None:
+    with pytest.raises(SpecError, match="window=0") as caught:
+        Mask.causal(8, window=0)
+    assert caught.value.hint == "use window=None for no window"
+
+
 def test_unknown_route_and_slots_that_are_too_few() -> None:
     route = run("--cp", "2", "--seq-len", "8k", "--route", "teleport")
-    assert (route.exit_code, route.stderr.splitlines()[0]) == (2, "error: route 'teleport' is not available")
+    assert (route.exit_code, route.stderr.splitlines()[0]) == (2, "error: route 'teleport' is not known")
     slots = run("--cp", "2", "--seq-len", "8k", "--slots", "4095")
     assert (slots.exit_code, slots.stderr.splitlines()[-1]) == (2, "hint: set slots to at least 4096, or leave it out")
 

@@ -24,6 +24,17 @@ def test_draws_on_stdout() -> None:
     assert max(map(len, lines)) <= 80
 
 
+def test_draws_groups_where_heads_are_exchanged() -> None:
+    words = ["--seq-len", "8k", "--cp", "4", "--heads", "8/8", "--route", "usp", "--inner", "2", "--wire-dtype", "bf16"]
+    result = CliRunner().invoke(show, words)
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "zigzag layout, causal mask, usp route (inner 2), bf16 on the wire"
+    assert lines[3] == "   keys   " + "".join(rank * 8 for rank in "01233210")
+    assert lines[36] == "        0 " + "0" * 64
+    assert lines[20] == "        3 " + "2" * 32
+
+
 @pytest.mark.parametrize("name", ["plan.svg", "plan.png"])
 def test_writes_a_figure(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

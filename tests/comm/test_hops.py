@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from longspan.attention.attention import attention
 from longspan.attention.kernel import KERNELS
-from longspan.comm.hops import Hop
+from longspan.comm.hops import Hop, joined
 from longspan.comm.traffic import Call
 from longspan.plan import Layout, Mask, plan_attention
 from tests.oracle import raised
@@ -37,6 +37,79 @@ def test_messages_arrive_in_order_and_are_counted_once(ranks):
     assert run_ranks(ranks, _round) == [((nbytes, 2, 0), nbytes, True)] * ranks
 
 
+def _all_to_all(group, rank, layout):
+    """Rank `r` sends `r + 1` rows to every lower rank and two messages to the next; some of them nothing at all."""
+    size = dist.get_world_size(group)
+    sends, receives, right = [], [], []
+    for peer in range(rank):
+        sends.append((peer, torch.full((rank + 1, 2), float(10 * rank + peer))))
+    if rank + 1 < size:
+        sends += [(rank + 1, torch.full((3,), float(rank))), (rank + 1, torch.full((2, 2), -float(rank)))]
+    for peer in range(rank + 1, size):
+        receives.append((peer, torch.empty(peer + 1, 2)))
+        right.append(torch.full((peer + 1, 2), float(10 * peer + rank)))
+    if rank:
+        receives += [(rank - 1, torch.empty(3)), (rank - 1, torch.empty(2, 2))]
+        right += [torch.full((3,), float(rank - 1)), torch.full((2, 2), -float(rank - 1))]
+    if layout == "joined":  # one after the other in one piece of memory, sorted by peer: posted without a copy
+        receives, right = (
+            list(x) for x in zip(*sorted(zip(receives, right, strict=True), key=lambda p: p[0][0]), strict=True)
+        )
+        sizes = [x.numel() for _, x in receives]
+        flat = torch.split(torch.empty(sum(sizes)), sizes)
+        receives = [(peer, part.view(x.shape)) for (peer, x), part in zip(receives, flat, strict=True)]
+        assert joined([x for _, x in receives]) is not None
+    meter = Call("forward", "rotate", "none", rank)
+    flight = Hop(sends, receives).post(group, meter, collective=True)
+    flight.wait(meter)
+    flight.wait(meter)
+    for (peer, got), want in zip(receives, right, strict=True):
+        assert torch.equal(got, want), (rank, peer, got, want)
+    counted = (meter.bytes_sent, meter.bytes_received, meter.collectives, meter.messages_sent)
+    assert counted == (sum(x.nbytes for _, x in sends), sum(x.nbytes for _, x in receives), 1, len(sends))
+    return [interval.name for interval in meter.intervals], [i.bytes for i in meter.intervals if i.name == "hop"]
+
+
+@pytest.mark.parametrize("layout", ["apart", "joined"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_messages_of_a_hop_in_one_all_to_all(ranks, layout):
+    for rank, (names, sizes) in enumerate(run_ranks(ranks, _all_to_all, layout)):
+        assert names == ["waiting", "hop"]
+        above = sum(2 * (peer + 1) for peer in range(rank + 1, ranks))
+        assert sizes == [4 * (above + (7 if rank else 0))]
+
+
+def _nothing_to_carry(group, rank):
+    """Only rank 0 has something for rank 1; the others take part all the same, with no tensor at all."""
+    meter = Call("forward", "rotate", "none", rank)
+    arrived = torch.empty(2, dtype=torch.float64)
+    hop = Hop()
+    if rank == 0:
+        hop.sends = [(1, torch.tensor([1.5, 2.5], dtype=torch.float64))]
+    if rank == 1:
+        hop.receives = [(0, arrived)]
+    hop.post(group, meter, collective=True).wait(meter)
+    empty = Hop().post(group, meter)
+    empty.wait(meter)
+    return meter.collectives, meter.bytes_sent, meter.bytes_received, arrived.tolist() if rank == 1 else None
+
+
+def test_ranks_with_nothing_to_carry_take_part():
+    assert run_ranks(3, _nothing_to_carry) == [(1, 16, 0, None), (1, 0, 16, [1.5, 2.5]), (1, 0, 0, None)]
+
+
+def test_tensors_that_lie_one_after_the_other_are_one():
+    flat = torch.arange(12.0)
+    a, b, c = flat[:4].view(2, 2), flat[4:6], flat[6:]
+    assert joined([a, b, c]).tolist() == list(range(12))
+    assert joined([a, b]).data_ptr() == flat.data_ptr()
+    assert joined([b, c]).tolist() == list(range(4, 12))
+    assert joined([a, c]) is None  # a gap
+    assert joined([b, a]) is None  # another order
+    assert joined([a, torch.ones(2)]) is None  # other memory
+    assert joined([]) is None
+
+
 def _in_the_cp_group(group, rank):
     # tp2 x cp2: ranks 0, 2 and 1, 3 are neighbours in cp. Hops through the world would reach the tp neighbour.
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -59,11 +132,11 @@ def test_an_empty_hop_needs_no_group():
     assert (meter.messages_sent, meter.bytes_sent, meter.bytes_received, meter.seconds_waiting) == (0, 0, 0, 0.0)
 
 
-def _attend_until(group, rank, victim, phase):
+def _attend_until(group, rank, victim, phase, route):
     """One rank kills itself inside a kernel, between posting a hop and waiting for it."""
     S, P = 48, dist.get_world_size(group)
-    plan = plan_attention(Layout.zigzag(S, P), Mask.full(S))
-    q, k, v = (torch.randn(1, 2, S // P, 8, requires_grad=True) for _ in range(3))
+    plan = plan_attention(Layout.zigzag(S, P), Mask.full(S), route, (6, 6))
+    q, k, v = (torch.randn(1, 6, S // P, 8, requires_grad=True) for _ in range(3))
 
     def step():
         attention(q, k, v, plan=plan, group=group).sum().backward()
@@ -75,10 +148,18 @@ def _attend_until(group, rank, victim, phase):
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_rank_killed_mid_hop_is_an_error_on_the_others_and_no_hang(ranks, phase):
+@pytest.mark.parametrize(
+    ("ranks", "route"),
+    [
+        (2, "ring"),
+        (4, "ring"),
+        (3, "rotate"),
+        *(pytest.param(3, r, marks=pytest.mark.slow) for r in ("exchange", "ulysses")),
+    ],
+)
+def test_a_rank_killed_mid_hop_is_an_error_on_the_others_and_no_hang(ranks, route, phase):
     victim = 1
-    endings = own_ranks(ranks, _attend_until, victim, phase, timeout=50.0)
+    endings = own_ranks(ranks, _attend_until, victim, phase, route, timeout=50.0)
     assert endings[victim].exit_code == -signal.SIGKILL
     for rank, ending in enumerate(endings):
         if rank == victim:
@@ -88,7 +169,7 @@ def test_a_rank_killed_mid_hop_is_an_error_on_the_others_and_no_hang(ranks, phas
         assert kind == "CommError", (rank, ending)
         assert text.startswith("a hop with rank ")
         assert text.endswith("\n\nhint: look at the log of that rank: it most likely ended first")
-        if abs(rank - victim) == 1:
+        if route == "ring" and abs(rank - victim) == 1:
             named = text.removeprefix("a hop with rank ").split(" of the context-parallel group failed: ")[0]
             assert str(victim) in named.split(", "), (rank, text)
         assert ending.seconds < 50

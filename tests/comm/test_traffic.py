@@ -1,19 +1,32 @@
-"""The record of what attention calls did."""
+"""The record of what attention calls did: who hears of a call, what seconds add up to, and the trace of it."""
 
+import json
+import os
 import time
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from longspan.comm.traffic import call, record
+from longspan.attention.attention import attention
+from longspan.comm import traffic
+from longspan.comm.sharding import shard
+from longspan.comm.traffic import Call, Calls, Interval, StreamClock, WallClock, call, record
+from longspan.plan import Layout, Mask, plan_attention
+from tests.oracle import make_inputs
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
 
 
 def test_a_call_goes_to_every_open_recorder_and_to_no_other():
     with record() as outer:
-        with call("forward", "ring", "sdpa", 0, timed=True) as first:
+        with call("forward", "ring", "sdpa", 0, CPU) as first:
             pass
-        with record() as inner, call("backward", "ring", "sdpa", 1, timed=True) as second:
-            second.pairs += 3
-    with call("forward", "ring", "sdpa", 0, timed=True):
+        with record() as inner, call("backward", "ring", "sdpa", 1, CPU) as second:
+            second.pairs_computed += 3
+    with call("forward", "ring", "sdpa", 0, CPU):
         pass
     assert [entry is right for entry, right in zip(outer, (first, second), strict=True)] == [True, True]
     assert len(inner) == 1
@@ -25,7 +38,7 @@ def test_two_recorders_with_equal_contents_close_one_by_one():
     with record() as outer:
         with record() as inner:
             pass
-        with call("forward", "ring", "sdpa", 0, timed=True):
+        with call("forward", "ring", "sdpa", 0, CPU):
             pass
     assert (len(outer), len(inner)) == (1, 0)
 
@@ -33,13 +46,13 @@ def test_two_recorders_with_equal_contents_close_one_by_one():
 def test_an_error_inside_comes_out_and_closes_the_recorder():
     with pytest.raises(ZeroDivisionError), record() as calls:
         _ = 1 / 0
-    with call("forward", "ring", "sdpa", 0, timed=True):
+    with call("forward", "ring", "sdpa", 0, CPU):
         pass
     assert calls == []
 
 
 def test_seconds_are_those_of_the_blocks():
-    with call("forward", "ring", "sdpa", 0, timed=True) as meter:
+    with call("forward", "ring", "sdpa", 0, CPU) as meter:
         for _ in range(2):
             with meter.spend("kernels"):
                 time.sleep(0.02)
@@ -49,9 +62,151 @@ def test_seconds_are_those_of_the_blocks():
     assert meter.seconds_merging >= 0.01
     assert meter.seconds_waiting == 0.0
     assert meter.seconds_total >= meter.seconds_kernels + meter.seconds_merging
+    assert isinstance(meter.clock, WallClock)
 
 
-def test_without_timing_all_seconds_are_none():
-    with call("forward", "ring", "sdpa", 0, timed=False) as meter, meter.spend("kernels"):
-        pass
-    assert [meter.seconds_total, meter.seconds_kernels, meter.seconds_waiting, meter.seconds_merging] == [None] * 4
+def made(*intervals, start=0.0, end=10.0, **values) -> Call:
+    """A call whose marks are given."""
+    entry = Call("forward", "ring", "sdpa", 3, start=start, end=end, **values)
+    entry.intervals = [Interval(*one) for one in intervals]
+    return entry
+
+
+@pytest.mark.parametrize(
+    ("hops", "waiting", "under_way", "overlap"),
+    [
+        ([], [], 0.0, 1.0),  # no communication hides completely
+        ([(1, 3)], [(2, 3)], 2.0, 0.5),
+        ([(1, 3)], [(1, 3)], 2.0, 0.0),
+        ([(1, 3)], [], 2.0, 1.0),
+        ([(1, 4), (2, 6)], [(5, 6)], 5.0, 0.8),  # side by side: once
+        ([(2, 6), (1, 4)], [(5, 6)], 5.0, 0.8),  # in whichever order they were found to have arrived
+        ([(1, 9), (2, 3), (4, 5)], [(7, 9)], 8.0, 0.75),  # one within another
+        ([(1, 2), (2, 3), (5, 6)], [(5, 6)], 3.0, 2 / 3),
+        ([(1, 3), (1, 3)], [(1, 2), (2, 3)], 2.0, 0.0),
+    ],
+)
+def test_hops_side_by_side_count_once(hops, waiting, under_way, overlap):
+    entry = made(*(("hop", a, b, 5) for a, b in hops), *(("waiting", a, b) for a, b in waiting), ("kernels", 0, 9))
+    assert entry.seconds_communication == pytest.approx(under_way)
+    assert entry.overlap == pytest.approx(overlap)
+    assert (entry.seconds_kernels, entry.seconds_total) == (9, 10)
+
+
+@pytest.mark.parametrize(("pairs", "shares", "right"), [(12, 1, 12), (12, 4, 3), (7, 2, 3.5), (0, 3, 0)])
+def test_pairs_of_a_share_of_the_heads(pairs, shares, right):
+    entry = Call("forward", "ulysses", "sdpa", 0, pairs_computed=pairs, head_shares=shares)
+    assert entry.pairs == right
+    assert isinstance(entry.pairs, int if right == int(right) else float)
+
+
+def test_a_trace_by_hand(tmp_path):
+    calls = Calls(
+        [made(("hop", 1.0, 4.0, 77), ("kernels", 2.0, 2.5), start=0.5, end=5.0, unix_start=100.0, bytes_sent=77)]
+    )
+    calls.save_trace(tmp_path / "trace.json")
+    saved = json.loads((tmp_path / "trace.json").read_text())
+    assert saved["displayTimeUnit"] == "ms"
+    assert saved["traceEvents"] == [
+        {
+            "name": "forward ring", "ph": "X", "pid": 3, "tid": "attention", "ts": 100e6, "dur": 4.5e6,
+            "args": {"bytes_sent": 77, "pairs": 0, "kernel_calls": 0},
+        },
+        {"name": "hop", "ph": "X", "pid": 3, "tid": "hops", "ts": 100.5e6, "dur": 3e6, "args": {"bytes": 77}},
+        {"name": "kernels", "ph": "X", "pid": 3, "tid": "work", "ts": 101.5e6, "dur": 0.5e6, "args": {"bytes": 0}},
+    ]  # fmt: skip
+
+
+def _recorded(group, rank, plans, folder):
+    found = []
+    for plan in plans:
+        q, k, v, dout = (shard(x, plan.layout, rank, 2) for x in make_inputs(plan.seq_len, plan.heads, dim=16))
+        with record() as calls:
+            attention(q.requires_grad_(), k, v, plan=plan, group=group).backward(dout)
+        for entry in calls:
+            parts = entry.seconds_kernels + entry.seconds_waiting + entry.seconds_merging
+            assert 0 < parts <= entry.seconds_total, entry
+            assert 0 <= entry.overlap <= 1, entry
+            assert entry.seconds_waiting <= entry.seconds_communication + 1e-9, entry
+            assert entry.seconds_communication <= entry.seconds_total, entry
+            assert sum(i.bytes for i in entry.intervals if i.name == "hop") == entry.bytes_received, entry
+            assert (entry.bytes_received > 0) == (entry.seconds_communication > 0) or entry.collectives, entry
+        path = os.path.join(folder, f"{plan.route}-{rank}.json")
+        calls.save_trace(path)
+        with open(path) as file:
+            found.append(json.load(file)["traceEvents"])
+    return found
+
+
+def test_seconds_and_traces_of_real_calls(tmp_path):
+    """Work of one thread: its parts never exceed the whole. Traces of all ranks can be put together: a process a rank."""
+    S, P = 256, 3
+    routes = ("ring", "exchange", "allgather", "rotate", "ulysses")
+    plans = [plan_attention(Layout.zigzag(S, P), Mask.causal(S), route, (6, 3)) for route in routes]
+    before = time.time() * 1e6
+    for rank, traces in enumerate(run_ranks(P, _recorded, plans, str(tmp_path))):
+        for route, events in zip(routes, traces, strict=True):
+            assert {(event["ph"], event["pid"]) for event in events} == {("X", rank)}
+            assert all(event["ts"] >= before - 1e6 and event["dur"] >= 0 for event in events), route
+            whole = [event for event in events if event["tid"] == "attention"]
+            assert [event["name"] for event in whole] == [f"forward {route}", f"backward {route}"]
+            for event in events:
+                if event["tid"] == "attention":
+                    continue
+                assert event["tid"] == ("hops" if event["name"] == "hop" else "work")
+                # Everything lies within one of the two calls (to a microsecond: times of day have few digits).
+                assert any(
+                    call["ts"] - 1 <= event["ts"] and event["ts"] + event["dur"] <= call["ts"] + call["dur"] + 1
+                    for call in whole
+                ), (route, event)
+            work = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == "work")
+            assert all(end <= start + 1 for (_, end), (start, _) in pairwise(work)), route
+
+
+class EventOnDevice:
+    """Stands in for `torch.cuda.Event`: a device that is 5 ms behind, and marks it has not reached until it is waited for."""
+
+    now, waited = 0.0, 0
+
+    def __init__(self, enable_timing=False):
+        assert enable_timing, "an event without timing has no elapsed time"
+        self.at, self.reached = None, False
+
+    def record(self):
+        EventOnDevice.now += 5.0
+        self.at = EventOnDevice.now
+
+    def synchronize(self):
+        assert self.at is not None
+        EventOnDevice.waited += 1
+        self.reached = True
+
+    def elapsed_time(self, end):
+        assert end.reached, "read before the device got there"
+        return end.at - self.at
+
+
+def test_on_a_gpu_seconds_are_those_of_events_in_the_stream(monkeypatch):
+    monkeypatch.setattr(
+        traffic, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=EventOnDevice), device=torch.device)
+    )
+    with call("forward", "ring", "sdpa", 0, torch.device("cuda")) as meter:
+        start = meter.clock.now()
+        with meter.spend("kernels"):
+            pass
+        with meter.spend("waiting"):
+            pass
+        meter.flew(start, 8)
+    assert isinstance(meter.clock, StreamClock)
+    # Nothing waits for the device while the call runs.
+    assert EventOnDevice.waited == 0
+    # Marks 5 ms apart: start, hop, kernels (2), waiting (2), arrival, end.
+    assert meter.seconds_total == pytest.approx(0.035)
+    assert meter.seconds_kernels == meter.seconds_waiting == pytest.approx(0.005)
+    assert meter.seconds_communication == pytest.approx(0.025)
+    assert meter.overlap == pytest.approx(0.8)
+    assert EventOnDevice.waited > 0
+    events = list(meter.events())
+    assert [(event["name"], round(event["dur"])) for event in events] == [
+        ("forward ring", 35_000), ("kernels", 5_000), ("waiting", 5_000), ("hop", 25_000),
+    ]  # fmt: skip

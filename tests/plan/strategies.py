@@ -5,12 +5,45 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import strategies as st
 
-from longspan.plan import Layout, Mask
+from longspan.plan import Layout, Mask, plan_attention
 
 DEGREES = (1, 2, 3, 4, 5, 8)
 NAMES = ("contiguous", "zigzag", "striped")
 
+ROWS_MOVE = ("ring", "rotate", "allgather", "exchange")
+HEADS_MOVE = ("ulysses", "upipe")
+INNER_HEADS = ("usp", "ring-ulysses", "rotate-ulysses", "allgather-ulysses", "exchange-ulysses")
+OUTER_HEADS = ("ulysses-ring",)
+HEAD_COUNTS = ((8, 2), (6, 2), (12, 6), (9, 3))
+
 Defined = tuple[Mask, Callable[[int, int], bool]]
+
+
+def inners_of(route: str, ranks: int) -> list[int | None]:
+    """Every inner degree that a route may have: the divisors of `ranks` where it has two levels."""
+    two_levels = route in INNER_HEADS + OUTER_HEADS
+    return [n for n in range(1, ranks + 1) if ranks % n == 0] if two_levels else [None]
+
+
+def head_degree(route: str, ranks: int, inner: int | None) -> int:
+    """How many ranks exchange heads, as the routes' names say."""
+    if inner is None:
+        return ranks if route in HEADS_MOVE else 1
+    return inner if route in INNER_HEADS else ranks // inner
+
+
+def carries(route: str, ranks: int, inner: int | None, heads: tuple[int, int]) -> bool:
+    """Whether the query heads can be dealt out evenly among those that exchange heads: the one thing a route may lack."""
+    return heads[0] % head_degree(route, ranks, inner) == 0
+
+
+def factored(routes=ROWS_MOVE + HEADS_MOVE + INNER_HEADS + OUTER_HEADS, degrees=DEGREES, heads=HEAD_COUNTS):
+    """Any `(route, ranks, inner, heads)` that can be carried out."""
+    return st.sampled_from([
+        (route, ranks, inner, some)
+        for route in routes for ranks in degrees for inner in inners_of(route, ranks) for some in heads
+        if carries(route, ranks, inner, some)
+    ])  # fmt: skip
 
 
 def layouts(seq_len: int, degrees=DEGREES, with_slots: bool = False):
@@ -68,6 +101,14 @@ def _kind(draw, kind: str, S: int) -> Defined:
 
 
 masks = defined_masks().map(lambda pair: pair[0])
+
+
+@st.composite
+def plans(draw, routes, low: int = 1, high: int = 40, degrees=DEGREES):
+    """A plan of one of these routes: any inner degree, layout and mask."""
+    route, ranks, inner, heads = draw(factored(routes, degrees))
+    layout, mask = draw(layout_and_mask(low, high, (ranks,), with_slots=True))
+    return plan_attention(layout, mask, route, heads, inner)
 
 
 @st.composite

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from longspan.plan import Layout, Mask
 from longspan.plan import bands as algebra
-from longspan.plan.cut import area_by_rank, demand_of, tiles_of
+from longspan.plan.cut import area_by_rank, demand_of, rows_for, rows_from, tiles_of
 
 from .brute import needed_distances, owners
 from .strategies import layout_and_mask
@@ -49,6 +49,29 @@ def test_demand_names_the_nearest_and_farthest_rank_of_each_row(case):
     distances = needed_distances(layout, mask.dense(), 1)
     assert near.tolist() == [d[0] if d else 0 for d in distances]
     assert far.tolist() == [d[-1] if d else 0 for d in distances]
+
+
+@thorough
+@given(layout_and_mask(with_slots=True))
+def test_rows_from_and_rows_for_are_two_views_of_the_same_pairs(case):
+    layout, mask = case
+    dense, owner = mask.dense(), owners(layout)
+    for rank in range(layout.ranks):
+        wanted = [(int(owner[k]), int(k)) for k in np.flatnonzero(dense[owner == rank].any(axis=0)) if owner[k] != rank]
+        runs = rows_from(layout, mask, rank)
+        found = [(h, layout.positions(h)[slot]) for h, start, stop in runs.tolist() for slot in range(start, stop)]
+        assert sorted(found) == sorted(wanted)
+        given_away = {
+            (peer, key) for peer in range(layout.ranks) if peer != rank
+            for key in np.flatnonzero(dense[owner == peer].any(axis=0) & (owner == rank)).tolist()
+        }  # fmt: skip
+        others = rows_for(layout, mask, rank)
+        found = [(p, layout.positions(rank)[slot]) for p, start, stop in others.tolist() for slot in range(start, stop)]
+        assert len(found) == len(given_away)
+        assert set(found) == given_away
+        for table in (runs, others):
+            # Sorted, and runs of one rank neither overlap nor touch.
+            assert ((table[1:, 0] > table[:-1, 0]) | (table[1:, 1] > table[:-1, 2])).all()
 
 
 def test_stripes_of_a_causal_mask_are_triangles_with_and_without_the_diagonal():

@@ -73,6 +73,48 @@ def test_spans_have_the_layouts_step():
     assert spans_of(Layout.striped(2, 4), 3) == []
 
 
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_merged_shards_hold_the_tokens_of_their_members_in_order(data):
+    degree, others = data.draw(
+        st.sampled_from([(1, 1), (1, 3), (2, 1), (2, 2), (3, 2), (2, 3), (4, 2), (5, 1), (2, 4)])
+    )
+    adjacent = data.draw(st.booleans())
+    layout = data.draw(lengths.flatmap(lambda S: layouts(S, (degree * others,), with_slots=True)))
+    merged = layout.merged(degree, adjacent)
+    assert (merged.ranks, merged.seq_len, merged.slots) == (others, layout.seq_len, None)
+    for group in range(others):
+        members = range(group * degree, (group + 1) * degree) if adjacent else range(group, degree * others, others)
+        held = [layout.positions(rank)[: layout.counts[rank]] for rank in members]
+        tokens = np.concatenate(held)
+        # Neighbouring stripes stay apart, one after the other; all others come in the order of the sequence.
+        apart = layout.step > 1 and adjacent and others > 1
+        assert merged.positions(group).tolist() == (tokens if apart else np.sort(tokens)).tolist()
+        assert all(layout.positions(members[0])[slot] == token for slot, token in enumerate(held[0]))
+        for token in tokens.tolist():
+            slot, start = merged.find(token)
+            assert merged.positions(group)[slot + (token - start) // merged.step] == token
+
+
+@pytest.mark.parametrize(
+    ("layout", "degree", "adjacent", "right"),
+    [
+        (Layout.zigzag(8, 4), 2, True, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+        (Layout.zigzag(8, 4), 2, False, [[0, 2, 5, 7], [1, 3, 4, 6]]),
+        (Layout.zigzag(8, 4), 4, True, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (Layout.contiguous(8, 4), 2, True, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (Layout.contiguous(8, 4), 2, False, [[0, 1, 4, 5], [2, 3, 6, 7]]),
+        (Layout.striped(8, 4), 2, True, [[0, 4, 1, 5], [2, 6, 3, 7]]),
+        (Layout.striped(8, 4), 2, False, [[0, 2, 4, 6], [1, 3, 5, 7]]),
+        (Layout.striped(8, 4, slots=5), 4, True, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+        (Layout.zigzag(8, 2, slots=6), 1, True, [[0, 1, 6, 7], [2, 3, 4, 5]]),
+    ],
+)
+def test_merged_shards_by_hand(layout, degree, adjacent, right):
+    merged = layout.merged(degree, adjacent)
+    assert [merged.positions(group).tolist() for group in range(merged.ranks)] == right
+
+
 def test_equal_layouts_are_equal_and_others_are_not():
     assert Layout.zigzag(16, 2) == Layout.zigzag(16, 2)
     assert hash(Layout.zigzag(16, 2)) == hash(Layout.named("zigzag", 16, 2))

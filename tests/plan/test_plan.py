@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from longspan.plan import Layout, Mask, check_heads, plan_attention
 from longspan.spec import SpecError
 
-from .strategies import layout_and_mask
+from .strategies import NAMES, layout_and_mask
 
 
 @pytest.mark.parametrize(("P", "K", "D", "itemsize"), [(2, 1, 64, 2), (4, 2, 64, 2), (8, 8, 16, 4), (5, 3, 8, 8)])
@@ -32,6 +32,56 @@ def test_bytes_follow_the_kv_heads():
         assert [alone.bytes(rank, phase, 16, 2) for rank in range(4)] == [4 * n for n in sent]
         assert [2 * unknown.bytes(rank, phase, 16, 2) for rank in range(4)] == sent
     assert grouped.bytes(1, "forward", (6, 4), 2) * 32 == grouped.bytes(1, "forward", 16, 2) * 10
+
+
+@pytest.mark.parametrize(
+    ("heads", "P"), [((8, 8), 2), ((8, 8), 4), ((8, 8), 8), ((8, 4), 2), ((8, 4), 4), ((12, 6), 6)]
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_ulysses_sends_its_share_of_queries_keys_values_and_output(heads, P, name):
+    """`2 S (d + d_kv)(P - 1) / P^2` elements a rank, where P divides K; MHA: `4 S d (P - 1) / P^2`."""
+    S, D = 16 * P, 32
+    d, d_kv = heads[0] * D, heads[1] * D
+    plan = plan_attention(Layout.named(name, S, P), Mask.causal(S), "ulysses", heads)
+    elements = 2 * S * (d + d_kv) * (P - 1) // P**2
+    if heads[0] == heads[1]:
+        assert elements == 4 * S * d * (P - 1) // P**2
+    assert [plan.bytes(rank, "forward", D, 2) for rank in range(P)] == [elements * 2] * P
+    # Backward: d out goes there, dq, dk, dv come back; all in the inputs' type, as nothing is summed.
+    assert [plan.bytes(rank, "backward", D, 2) for rank in range(P)] == [elements * 2] * P
+    assert [plan.rows_received(rank) for rank in range(P)] == [S - S // P] * P
+
+
+@pytest.mark.parametrize(("heads", "P"), [((8, 2), 4), ((8, 1), 8), ((8, 2), 8), ((12, 3), 6)])
+def test_replicated_kv_heads_have_the_width_of_one_a_rank(heads, P):
+    """K < P: keys and values travel `P D` wide, and their gradients in 4 bytes, being terms of a sum."""
+    S, D = 4 * P * P, 32
+    d, wide = heads[0] * D, P * D
+    plan = plan_attention(Layout.zigzag(S, P), Mask.causal(S), "ulysses", heads)
+    shared = S * (P - 1) // P**2
+    assert [plan.bytes(rank, "forward", D, 2) for rank in range(P)] == [2 * shared * (d + wide) * 2] * P
+    assert [plan.bytes(rank, "backward", D, 2) for rank in range(P)] == [2 * shared * (d * 2 + wide * 4)] * P
+
+
+def test_usp_sends_heads_within_and_keys_and_values_between_groups():
+    S, D, heads, inner, outer = 240, 16, (12, 6), 3, 4
+    plan = plan_attention(Layout.zigzag(S, 12), Mask.full(S), "usp", heads, inner)
+    tokens, rows = S // 12, S // outer
+    exchanged = 2 * tokens * (inner - 1) * (heads[0] + heads[1]) // inner  # heads there and back
+    ring = (outer - 1) * rows * 2 * heads[1] // inner
+    assert [plan.bytes(rank, "forward", D, 2) for rank in range(12)] == [(exchanged + ring) * D * 2] * 12
+    gradients = (outer - 1) * rows * 2 * heads[1] // inner * D * 4
+    assert [plan.bytes(rank, "backward", D, 2) for rank in range(12)] == [(exchanged + ring) * D * 2 + gradients] * 12
+
+
+@pytest.mark.parametrize("route", ["exchange", "allgather", "rotate"])
+def test_where_every_rank_needs_every_row_each_sends_its_shard_to_all_others(route):
+    S, P, K, D = 96, 4, 2, 16
+    plan = plan_attention(Layout.striped(S, P), Mask.full(S), route, (8, K))
+    rows = S // P * (P - 1)
+    for rank in range(P):
+        assert plan.bytes(rank, "forward", D, 2) == rows * 2 * K * D * 2
+        assert plan.bytes(rank, "backward", D, 2) == rows * 2 * K * D * (2 + 4)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -80,6 +130,12 @@ def test_digest_tells_every_part_apart():
         plan_attention(layout, Mask.documents([16, 16])),
         plan_attention(layout, Mask.documents([15, 17])),
         plan_attention(Layout.zigzag(S + 1, 4), Mask.causal(S + 1)),
+        *(plan_attention(layout, mask, route) for route in ("exchange", "rotate", "allgather")),
+        plan_attention(layout, mask, "ulysses", (4, 2)),
+        *(plan_attention(layout, mask, "usp", (4, 2), inner) for inner in (1, 2, 4)),
+        plan_attention(layout, mask, "ulysses-ring", (4, 2), 2),
+        plan_attention(layout, mask, wire_dtype="bf16"),
+        plan_attention(layout, mask, wire_dtype="fp8"),
     ]
     assert len({plan.digest for plan in plans}) == len(plans)
     assert len(set(plans)) == len(plans)
@@ -108,6 +164,7 @@ def test_plans_are_copied_and_pickled(duplicate, used):
     assert twin.digest == plan.digest
     assert [twin.rank_plan(rank) for rank in range(4)] == [plan.rank_plan(rank) for rank in range(4)]
     assert twin.bytes(1, "backward", 8, 4) == plan.bytes(1, "backward", 8, 4)
+    assert twin.reason == plan.reason
 
 
 PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
@@ -123,7 +180,8 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), route="tube"),
-            "route 'tube' is not available\n\nhint: choose one of ring",
+            "route 'tube' is not known\n\nhint: choose one of auto, ring, allgather, rotate, exchange, ulysses, upipe, usp, "
+            "ring-ulysses, allgather-ulysses, rotate-ulysses, exchange-ulysses, ulysses-ring",
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), inner=2),
@@ -136,6 +194,10 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
         (
             lambda: check_heads(0, 0),
             "0 query heads are not divisible by 0 KV heads\n\nhint: give at least one head",
+        ),
+        (
+            lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), wire_dtype="int4"),
+            "wire_dtype 'int4' is not known\n\nhint: choose one of bf16, fp8, or leave it out to send rows as they are",
         ),
         (lambda: PLAN.area(2), "rank 2 is not one of the 2 ranks 0..1"),
         (lambda: PLAN.rank_plan(-1), "rank -1 is not one of the 2 ranks 0..1"),

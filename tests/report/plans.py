@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from longspan.plan import Layout, Mask, Plan, plan_attention
+from longspan.plan import ROUTES, Layout, Mask, Plan, plan_attention
 
 MASKS = {
     "causal": Mask.causal(24),
@@ -18,8 +18,37 @@ MASKS = {
 LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
-def make(layout: str, mask: Mask, ranks: int, slots: int | None = None, heads: tuple[int, int] | None = None) -> Plan:
-    return plan_attention(Layout.named(layout, mask.seq_len, ranks, slots), mask, heads=heads)
+LEVELS = {name: kind.heads for name, kind in ROUTES.items()}
+"""At which level each route exchanges heads."""
+
+
+def make(
+    layout: str,
+    mask: Mask,
+    ranks: int,
+    slots: int | None = None,
+    heads: tuple[int, int] | None = None,
+    route: str = "ring",
+    wire_dtype: str | None = None,
+) -> Plan:
+    """Routes of two levels have an inner degree of 2."""
+    inner = 2 if LEVELS[route] in ("inner", "outer") else None
+    shards = Layout.named(layout, mask.seq_len, ranks, slots)
+    return plan_attention(shards, mask, route, heads, inner, wire_dtype=wire_dtype)
+
+
+def groups(plan: Plan) -> list[list[int]]:
+    """Ranks that compute the same pairs, by the names of the routes alone."""
+    ranks = list(range(plan.ranks))
+    match LEVELS[plan.route]:
+        case "none":
+            return [[rank] for rank in ranks]
+        case "all":
+            return [ranks]
+        case "inner":
+            return [ranks[first : first + 2] for first in ranks[::2]]
+        case "outer":
+            return [ranks[first::2] for first in range(2)]
 
 
 def owners(layout: Layout) -> np.ndarray:

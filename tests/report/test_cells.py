@@ -1,11 +1,11 @@
-"""The cell map against brute force over the dense mask: each pair belongs to the rank that holds its query."""
+"""The cell map against brute force over the dense mask: each pair belongs to the rank, or group, that holds its query."""
 
 import numpy as np
 import pytest
 
 from longspan.plan import Layout, Mask, Plan, plan_attention
 from longspan.report.cells import HIDDEN, cell_edges, cell_map, even_cells, owner_map
-from tests.report.plans import LAYOUTS, MASKS, make, owners
+from tests.report.plans import LAYOUTS, LEVELS, MASKS, groups, make, owners
 
 
 def most(amounts: np.ndarray, turn: int) -> int:
@@ -17,7 +17,8 @@ def most(amounts: np.ndarray, turn: int) -> int:
 
 
 def brute_force(plan: Plan, rows: int, columns: int) -> np.ndarray:
-    seen, owner = plan.mask.dense(), owners(plan.layout)
+    first = {rank: members[0] for members in groups(plan) for rank in members}
+    seen, owner = plan.mask.dense(), np.array([first[rank] for rank in owners(plan.layout)])
     down, across = cell_edges(plan.seq_len, rows), cell_edges(plan.seq_len, columns)
     cells = np.empty((rows, columns), dtype=np.int64)
     for r in range(rows):
@@ -35,6 +36,14 @@ def brute_force(plan: Plan, rows: int, columns: int) -> np.ndarray:
 def test_cell_map_equals_brute_force(layout: str, mask: Mask, ranks: int) -> None:
     plan = make(layout, mask, ranks)
     for rows, columns in ((24, 24), (6, 6), (5, 7), (1, 1), (4, 24)):
+        np.testing.assert_array_equal(cell_map(plan, rows, columns), brute_force(plan, rows, columns))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("route", [name for name, level in LEVELS.items() if level != "none"])
+def test_where_heads_are_exchanged_cells_are_the_group_s(route: str, layout: str) -> None:
+    plan = make(layout, MASKS["documents"], 6, heads=(6, 6), route=route)
+    for rows, columns in ((24, 24), (5, 7)):
         np.testing.assert_array_equal(cell_map(plan, rows, columns), brute_force(plan, rows, columns))
 
 

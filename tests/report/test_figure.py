@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from longspan.plan import Mask
+from longspan.plan import ROUTES, Layout, Mask, plan_attention
 from longspan.report import describe, draw_figure, save_figure
 from longspan.report.figure import _corner_bands
 from longspan.spec import SpecError
-from tests.report.plans import LAYOUTS, make
+from tests.report.plans import LAYOUTS, LEVELS, make
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,43 @@ from tests.report.plans import LAYOUTS, make
 def test_svg_is_xml_with_its_title(tmp_path: Path, layout: str, mask: Mask, ranks: int) -> None:
     plan = make(layout, mask, ranks)
     save_figure(plan, describe(plan, 64, 2), tmp_path / "plan.svg")
-    root = ElementTree.parse(tmp_path / "plan.svg").getroot()
-    assert root.tag == "{http://www.w3.org/2000/svg}svg"
-    text = " ".join("".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text"))
+    assert ElementTree.parse(tmp_path / "plan.svg").getroot().tag == "{http://www.w3.org/2000/svg}svg"
+    text = words_of(tmp_path / "plan.svg")
     assert f"{layout} layout, " in text
     assert f"{ranks} rank" in text
     assert "key (token)" in text
     assert "query (token)" in text
+
+
+def words_of(path: Path) -> str:
+    root = ElementTree.parse(path).getroot()
+    return " ".join("".join(element.itertext()) for element in root.iter("{http://www.w3.org/2000/svg}text"))
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_captions_of_every_route(tmp_path: Path, route: str) -> None:
+    plan = make("zigzag", Mask.causal(8192), 4, heads=(8, 4), route=route, wire_dtype="bf16")
+    save_figure(plan, describe(plan, 64, 2), tmp_path / "plan.svg")
+    text, heads = words_of(tmp_path / "plan.svg"), LEVELS[route] != "none"
+    unit = "group" if heads else "rank"
+    assert f"zigzag layout, causal mask, {route} route" in text
+    assert f"A cell of 32 x 32 tokens shows the {unit} with most pairs, equals in turn." in text
+    assert (f"Pale: keys of another {unit}." in text) == (LEVELS[route] != "all")
+    assert (
+        "A group has its first rank's colour: its ranks share the heads. Strips: who holds tokens before." in text
+    ) == heads
+    assert (" heads " in f"{text} ".split("pairs")[1]) == heads
+    assert ("pairs x 1/" in text) == heads
+    assert ("pairs computed" in text) != heads
+    hops = not route.startswith(("exchange", "allgather"))
+    assert ("stage: hops the keys have made (0 = own shard)" in text) == hops
+    assert "keys and values as bf16." in text
+
+
+def test_the_reason_stands_in_the_figure(tmp_path: Path) -> None:
+    plan = plan_attention(Layout.zigzag(8192, 4), Mask.causal(8192), "auto", (8, 8))
+    save_figure(plan, describe(plan, 64, 2), tmp_path / "plan.svg")
+    assert plan.reason in words_of(tmp_path / "plan.svg")
 
 
 def test_png_and_the_same_file_each_time(tmp_path: Path) -> None:

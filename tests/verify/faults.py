@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from longspan import Mask
-from longspan.attention import executor, operators, sums
+from longspan.attention import operators, rows, sums
 from longspan.attention.context import Sequence as Sharded
 from longspan.attention.merge import merge_
 from longspan.data import Batch
@@ -121,27 +121,32 @@ def one_dropped_document_boundary() -> AbstractContextManager[Any]:
 
 def _sent_home(spoil: Callable[[Any], None]) -> AbstractContextManager[Any]:
     """Spoil the partial gradients of another rank's keys and values before they leave this rank."""
-    hand_over = executor._Travelling.hand_over
+    hand_over = rows.ReturningGradients.hand_over
 
     def broken(self: Any, *arguments: Any) -> None:
         self.arrive()
         spoil(self)
         hand_over(self, *arguments)
 
-    return patch.object(executor._Travelling, "hand_over", broken)
+    return patch.object(rows.ReturningGradients, "hand_over", broken)
+
+
+def _travelling(returning: Any) -> list[Any]:
+    """All gradients of other ranks' rows."""
+    return [gradient for gradients in returning.here for gradient in gradients]
 
 
 def gradient_of_keys_dropped() -> AbstractContextManager[Any]:
-    return _sent_home(lambda travelling: travelling.here[0].rows().zero_())
+    return _sent_home(lambda travelling: [gradients[0].rows().zero_() for gradients in travelling.here])
 
 
 def gradient_of_values_dropped() -> AbstractContextManager[Any]:
-    return _sent_home(lambda travelling: travelling.here[1].rows().zero_())
+    return _sent_home(lambda travelling: [gradients[1].rows().zero_() for gradients in travelling.here])
 
 
 def gradients_in_wrong_rows() -> AbstractContextManager[Any]:
     def flip(travelling: Any) -> None:
-        for gradient in travelling.here:
+        for gradient in _travelling(travelling):
             gradient.rows().copy_(gradient.rows().flip(0))
 
     return _sent_home(flip)
@@ -152,8 +157,8 @@ def gradients_left_on_the_wrong_rank() -> AbstractContextManager[Any]:
     left: list[list[torch.Tensor]] = []
 
     def keep(travelling: Any) -> None:
-        left.append([gradient.rows().clone() for gradient in travelling.here])
-        for gradient in travelling.here:
+        left.extend([gradient.rows().clone() for gradient in gradients] for gradients in travelling.here)
+        for gradient in _travelling(travelling):
             gradient.rows().zero_()
 
     run_backward = operators.run_backward

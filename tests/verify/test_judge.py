@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.train.config import TrainConfig
 from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 from longspan.verify.judge import NOISE, Verdict, gradient_errors, judge
+from tests.train.tiny import make_config
 
 NAN, INF = float("nan"), float("inf")
 
@@ -36,8 +38,13 @@ def make(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
+def case(dtype: str, wire_dtype: str | None = None) -> TrainConfig:
+    """Two ranks, zigzag."""
+    return make_config(dtype=dtype, parallel__cp=2, parallel__wire_dtype=wire_dtype)
+
+
 def exact(dtype: str, seen: Evidence, right: Evidence) -> Verdict:
-    return judge(2, "zigzag", dtype, seen, right, right)
+    return judge(case(dtype), seen, right, right)
 
 
 def test_equal_sides_pass(make: Files) -> None:
@@ -82,12 +89,12 @@ def test_what_is_not_a_number_fails(make: Files, dtype: str, where: str, bad: fl
         "norm": lambda: make(norms=(bad, 3.0)),
         "gradient": lambda: make(a=[bad, -8.0], b=[[0.5]]),
     }[where]
-    assert not judge(2, "zigzag", dtype, seen(), make(), make()).passed
+    assert not judge(case(dtype), seen(), make(), make()).passed
     assert not exact(dtype, make(), seen()).passed, "the right side is spoiled"
     assert not exact(dtype, seen(), seen()).passed, "both sides are spoiled"
-    assert not judge(2, "zigzag", dtype, seen(), seen(), make()).passed, "both sides of the type are spoiled"
+    assert not judge(case(dtype), seen(), seen(), make()).passed, "both sides of the type are spoiled"
     if dtype in NOISE:
-        assert not judge(2, "zigzag", dtype, make(), seen(), make()).passed, "nothing can be allowed"
+        assert not judge(case(dtype), make(), seen(), make()).passed, "nothing can be allowed"
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "bf16"])
@@ -125,7 +132,7 @@ def test_half_precision_may_err_twice_as_much_as_on_one_rank(
         "norm": lambda: make(norms=(4.0 + 4.0 * off, 3.0), a=right_a, b=[[0.5]]),
         "gradient": lambda: make(a=[3.0 + 0.6 * size * off, -4.0 + 0.8 * size * off], b=[[0.5]]),
     }[where]()
-    found = judge(2, "zigzag", dtype, seen, own, right)
+    found = judge(case(dtype), seen, own, right)
     assert found.passed == passed
     assert found.loss_tolerance == pytest.approx(0.02 + NOISE[dtype])
     assert found.norm_tolerance == pytest.approx(0.02 + NOISE[dtype])
@@ -136,7 +143,7 @@ def test_half_precision_may_err_twice_as_much_as_on_one_rank(
 def test_each_gradient_of_half_precision_has_its_own_tolerance(make: Files) -> None:
     """`b` is exact on one rank, so that what `a` is allowed does not excuse it."""
     own = make(a=[1.0, -9.0], b=[[0.5]])
-    found = judge(2, "zigzag", "bf16", make(a=[1.0, -9.5], b=[[0.505]]), own, make())
+    found = judge(case("bf16"), make(a=[1.0, -9.5], b=[[0.505]]), own, make())
     assert (found.worst_gradient, found.passed) == ("b", False)
 
 
@@ -149,7 +156,7 @@ def test_gradient_norms_of_half_precision_are_judged_at_the_first_step(make: Fil
 
 
 def test_drift_is_against_one_rank_in_the_same_type(make: Files) -> None:
-    found = judge(2, "zigzag", "bf16", make(losses=(2.0, 1.1)), make(losses=(1.6, 1.0)), make())
+    found = judge(case("bf16"), make(losses=(2.0, 1.1)), make(losses=(1.6, 1.0)), make())
     assert found.drift == pytest.approx([0.25, 0.1])
     assert found.loss_error == pytest.approx(0.1)
 
@@ -177,3 +184,19 @@ def test_inputs_are_compared_in_any_order_and_without_dead_slots() -> None:
     assert digest_inputs([whole]) == digest_inputs([whole[2:], whole[:0], whole[:2]])
     for changed in (input_rows(ids, positions, labels + 1), input_rows(ids, positions + 1, labels), whole[:2]):
         assert digest_inputs([changed]) != digest_inputs([whole])
+
+
+@pytest.mark.parametrize("wire_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["fp64", "fp32"])
+def test_rounding_on_the_wire_may_err_twice_as_much_as_rounding_everything_on_one_rank(
+    make: Files, dtype: str, wire_dtype: str
+) -> None:
+    right_a, size = [3.0, -4.0], 5.0
+    right, own = make(a=right_a), make(a=[3.0, -4.0 + 0.01 * size])
+    for part, passed in ((0.99, True), (1.01, False)):
+        off = part * (0.02 + NOISE[wire_dtype])
+        seen = make(a=[3.0 + 0.6 * size * off, -4.0 + 0.8 * size * off])
+        found = judge(case(dtype, wire_dtype), seen, own, right)
+        assert (found.passed, found.wire_dtype, found.route) == (passed, wire_dtype, "ring")
+        assert found.gradient_tolerance == pytest.approx(0.02 + NOISE[wire_dtype])
+    assert not judge(case(dtype), seen, own, right).passed, "what is sent as it is has no excuse"

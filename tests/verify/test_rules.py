@@ -41,12 +41,18 @@ _baselines: dict[str, Evidence] = {}
 def verdict(folder: Path, dtype: str, fault: str, **changes: Any) -> Verdict:
     # Nothing is held out: that split depends on the corpus' path, and some faults on the rows.
     config = make_config(folder, dtype=dtype, accumulation=2, parallel__cp=2, data__heldout_fraction=0.0, **changes)
-    key = f"{dtype} dp {config.parallel.dp}"
-    if key not in _baselines:
-        _baselines[key] = run_baseline(config, STEPS, folder / f"baseline-{len(_baselines)}.safetensors")
+
+    def baseline(wire_dtype: str | None) -> Evidence:
+        key = f"{dtype} dp {config.parallel.dp} {wire_dtype}"
+        if key not in _baselines:
+            parallel = config.parallel.model_copy(update={"wire_dtype": wire_dtype})
+            rounding = config.model_copy(update={"parallel": parallel})
+            _baselines[key] = run_baseline(rounding, STEPS, folder / f"baseline-{len(_baselines)}.safetensors")
+        return _baselines[key]
+
     ranks = 2 * (config.parallel.dp or 1)
     seen = run_ranks(ranks, replay_on_ranks, config, STEPS, folder / "replay.safetensors", fault)[0]
-    return judge(2, config.parallel.layout, dtype, seen, _baselines[key], _baselines[key])
+    return judge(config, seen, baseline(config.parallel.wire_dtype), baseline(None))
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
@@ -71,6 +77,32 @@ def test_a_broken_rule_fails_under_ddp(folder: Path, fault: str) -> None:
     """DDP averages gradients in a way of its own."""
     found = verdict(folder, "fp64", fault, parallel__wrapper="ddp")
     assert not found.passed, found
+
+
+@pytest.mark.parametrize(
+    "route", ["allgather", "rotate", "exchange", "ulysses", "upipe", "usp", "ulysses-ring", "auto"]
+)
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_nothing_broken_passes_on_every_route(folder: Path, route: str, layout: str) -> None:
+    found = verdict(folder, "fp64", "nothing", parallel__layout=layout, parallel__route=route)
+    assert found.passed, found
+    assert found.route == route
+
+
+@pytest.mark.parametrize("route", ["exchange", "rotate"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault.startswith(("gradient", "partial", "dropped"))])
+def test_a_broken_rule_fails_on_other_routes(folder: Path, route: str, fault: str) -> None:
+    assert not verdict(folder, "fp64", fault, parallel__route=route).passed
+
+
+@pytest.mark.parametrize("wire_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("route", ["ring", "exchange", "usp", "upipe"])
+def test_rounding_on_the_wire_passes_and_hides_no_fault(folder: Path, route: str, wire_dtype: str) -> None:
+    how = {"parallel__route": route, "parallel__wire_dtype": wire_dtype}
+    found = verdict(folder, "fp32", "nothing", **how)
+    assert found.passed, found
+    assert 1e-4 < found.gradient_error < found.gradient_tolerance < 1, found
+    assert not verdict(folder, "fp32", "dropped_document_boundaries", **how).passed
 
 
 def test_nothing_broken_passes_under_ddp_and_over_dp(folder: Path) -> None:

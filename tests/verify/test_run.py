@@ -47,6 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"parallel__dp": 2, "accumulation": 2, "rows_per_batch": 2}, {"dtypes": ("fp64", "fp32", "bf16", "fp16")}),
         ({"parallel__wrapper": "ddp", "model__windows": [9, None]}, {"cp": (2, 3)}),
         ({"recompute": "block", "model__qk_norm": True, "model__tie_embeddings": True}, {"dtypes": ("fp64", "bf16")}),
+        ({}, {"routes": ("exchange", "upipe", "usp"), "dtypes": ("fp64",)}),
         ({"parallel__slots_multiple_of": 16, "data__row_tokens": 45}, {"cp": (2, 4), "dtypes": ("fp64",)}),
     ],
 )
@@ -55,9 +56,10 @@ def test_every_case_passes(folder: Path, changes: dict[str, Any], cases: dict[st
     told: list[str] = []
     with patch("longspan.verify.run.launch", launch_here):
         verdicts = verify(make_config(folder, model__init_std=0.1, **changes), asked, told.append)
-    assert [(v.dtype, v.cp, v.layout) for v in verdicts] == [
-        (dtype, cp, layout) for dtype in asked.dtypes for cp in asked.cp for layout in asked.layouts
-    ]
+    assert [(v.dtype, v.cp, v.layout, v.route) for v in verdicts] == [
+        (dtype, cp, layout, route)
+        for dtype in asked.dtypes for cp in asked.cp for layout in asked.layouts for route in asked.routes
+    ]  # fmt: skip
     assert [asdict(v) for v in verdicts if not v.passed] == []
     assert all(len(v.drift) == asked.steps for v in verdicts)
     baselines = dict.fromkeys(x for dtype in asked.dtypes for x in (dtype, *(["fp32"] if dtype[-2:] == "16" else [])))

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention.attention import attention
 from longspan.attention.kernel import check_kernel_name
+from longspan.attention.staged import Projections, projected_attention
 from longspan.comm.agree import check_agreement
 from longspan.comm.groups import Group, as_group, rank_and_size, ranks_per_node
 from longspan.comm.sharding import gather, shard
@@ -142,13 +143,31 @@ class Sequence:
         sink: Tensor | None = None,
     ) -> Tensor:
         """`longspan.attention` by the plan of the mask of that name, which may be left out if there is only one."""
+        return attention(
+            q, k, v, plan=self._plan(mask), group=self.cp.group, scale=scale, kernel=self.cp.kernel, sink=sink
+        )
+
+    def projected_attention(
+        self,
+        x: Tensor,
+        projections: Projections,
+        *,
+        heads_per_stage: int | None = None,
+        mask: str | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """`longspan.projected_attention`, for the route "upipe", by the plan of the mask of that name."""
+        return projected_attention(
+            x, projections, plan=self._plan(mask), group=self.cp.group, heads_per_stage=heads_per_stage,
+            scale=scale, kernel=self.cp.kernel,
+        )  # fmt: skip
+
+    def _plan(self, mask: str | None) -> Plan:
         if mask is None and len(self.plans) == 1:
             mask = next(iter(self.plans))
         if mask not in self.plans:
             raise SpecError(f"mask {mask!r} is not one of this sequence", hint=f"choose one of {', '.join(self.plans)}")
-        return attention(
-            q, k, v, plan=self.plans[mask], group=self.cp.group, scale=scale, kernel=self.cp.kernel, sink=sink
-        )
+        return self.plans[mask]
 
     @overload
     def shard(self, x: Tensor, dim: int) -> Tensor: ...

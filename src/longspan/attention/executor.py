@@ -107,7 +107,7 @@ def attend_rows(
     wire_dtype = None if share.work.heads else share.wire_dtype
     for _, _, steps in arriving_rows(share.work, (k, v), wire_dtype, share.group, meter):
         for step, (keys, values) in steps:
-            for tile in _pieces(kernel, step.tiles, q.device):
+            for tile in _pieces(kernel, step.tiles, q.device, backward=False):
                 with meter.spend("kernels"):
                     out, lse = kernel.forward(
                         _queries(q, tile), _keys(keys, tile), _keys(values, tile), tile.shape, scale
@@ -141,7 +141,7 @@ def differentiate_rows(
     returning = ReturningGradients(work, (k, v), share.group, meter)
 
     def compute(step: Step, rows: Rows, gradients: KVGradient, arrived: Callable[[], None]) -> None:
-        for tile in _pieces(kernel, step.tiles, q.device):
+        for tile in _pieces(kernel, step.tiles, q.device, backward=True):
             with meter.spend("kernels"):
                 dq_tile, dk_tile, dv_tile = kernel.backward(
                     _queries(dout, tile), _queries(q, tile), _keys(rows[0], tile), _keys(rows[1], tile),
@@ -181,9 +181,9 @@ def differentiate_rows(
     return dq.finish(), dk, dv, dsink
 
 
-def _pieces(kernel: Kernel, tiles: Sequence[Tile], device: torch.device) -> Iterator[Tile]:
+def _pieces(kernel: Kernel, tiles: Sequence[Tile], device: torch.device, backward: bool) -> Iterator[Tile]:
     for tile in tiles:
-        yield from kernel.split(tile, device)
+        yield from kernel.split(tile, device, backward)
 
 
 def _count(meter: Call, tile: Tile) -> None:

@@ -161,8 +161,8 @@ class GroupedKernel:
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return self.kernel.refusal(q, k, v)
 
-    def split(self, tile: Tile, device: torch.device) -> Sequence[Tile]:
-        return self.kernel.split(tile, device)
+    def split(self, tile: Tile, device: torch.device, backward: bool = False) -> Sequence[Tile]:
+        return self.kernel.split(tile, device, backward)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
         parts = [

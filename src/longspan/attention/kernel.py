@@ -30,7 +30,7 @@ class Kernel(Protocol):
         """Why tensors of these types, dims and devices cannot be computed, or None."""
         ...
 
-    def split(self, tile: Tile, device: torch.device) -> Sequence[Tile]:
+    def split(self, tile: Tile, device: torch.device, backward: bool = False) -> Sequence[Tile]:
         """The tile as tiles for which this kernel has a mode: disjoint, and together the same pairs."""
         ...
 
@@ -44,7 +44,8 @@ class Kernel(Protocol):
     def backward(
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv of this tile alone, given the final `out` and `lse` of its rows over all keys of the sequence."""
+        """dq, dk, dv of this tile alone, given the final `out` and `lse` of its rows over all keys of the sequence; in the
+        inputs' type or a wider one."""
         ...
 
 

@@ -23,7 +23,7 @@ class ReferenceKernel:
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return None if q.is_floating_point() else f"{q.dtype} is not a floating type"
 
-    def split(self, tile: Tile, device: torch.device) -> Sequence[Tile]:
+    def split(self, tile: Tile, device: torch.device, backward: bool = False) -> Sequence[Tile]:
         return (tile,)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:

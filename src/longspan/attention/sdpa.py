@@ -1,12 +1,12 @@
 """PyTorch's own flash attention with its log-sum-exp: private aten operators, kept in this one file.
 
-    CPU    `_scaled_dot_product_flash_attention_for_cpu`: full, causal for square tiles, or an additive mask
+    CPU    `_scaled_dot_product_flash_attention_for_cpu`: full, causal for square tiles, or an additive mask, which is slow
     CUDA   `_flash_attention_forward`: full, causal and bands (a window aligned to the bottom right)
 
 Both take grouped heads as they are. Tests hold each mode against plain math; the CUDA calls through a stand-in.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
@@ -17,8 +17,12 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-_BAND_ROWS = 128
-"""Rows of a band computed at a time on CPU: narrow, so that few hidden pairs are computed beside the diagonal."""
+_BAND_ROWS, _BAND_COLUMNS, _NARROW = 128, 256, 64
+"""Forward computes so many rows of a band at a time, by a mask; backward so many columns, unless the band is narrower still."""
+_LEAF, _HALVED = 128, 1024
+"""In backward, triangles of up to `_HALVED` rows are cut until they have `_LEAF` or fewer."""
+_TALL = 512
+"""In backward, a tile of fewer rows than this is computed faster in fp32 than in bf16 or fp16 (on the machines we measured)."""
 
 
 class SdpaKernel:
@@ -41,8 +45,8 @@ class SdpaKernel:
             return f"flash attention on cuda takes head dims that 8 divides up to 256, not {q.shape[3]}"
         return None
 
-    def split(self, tile: Tile, device: torch.device) -> Sequence[Tile]:
-        return _split_for_cuda(tile) if device.type == "cuda" else _split_for_cpu(tile)
+    def split(self, tile: Tile, device: torch.device, backward: bool = False) -> Sequence[Tile]:
+        return _split_for_cuda(tile) if device.type == "cuda" else _split_for_cpu(tile, backward)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
         if q.device.type == "cuda":
@@ -56,6 +60,8 @@ class SdpaKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.device.type == "cuda":
             return _cuda_backward(dout, q, k, v, out, lse, shape, scale)
+        if shape.num_q < _TALL and q.dtype.itemsize == 2:
+            dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
         causal, mask = _cpu_mode(shape, q.dtype)
         grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
@@ -63,25 +69,68 @@ class SdpaKernel:
         return grads
 
 
-def _split_for_cpu(tile: Tile) -> Sequence[Tile]:
-    """Full and square causal tiles stay; a lower trapezoid is two rectangles and a square; other bands go 128 rows at a time.
+def _split_for_cpu(tile: Tile, backward: bool) -> Sequence[Tile]:
+    """Into rectangles and lower triangles, for which the operator has modes; the rest goes by masks, as little as can be.
 
-    # # | # . .        rows that see every key below, keys that every row sees on the left
+    # # | # . .     a lower trapezoid: rows that see every key below, keys that every row sees on the left, a triangle
     # # | # # .
     # # | # # #
-    ---------
-    # # # # #
+    ---------       # # # # . .     a band: some rows at a time; in backward some keys at a time, all their rows, as an upper
+    # # # # #       . # # # # .     triangle, a rectangle and a lower one: tall tiles are faster there, and each is added to
+                    . . # # # #     the sums of its keys but once
     """
     shape = tile.shape
-    num_q, num_k, lo = shape.num_q, shape.num_k, shape.lo
+    if not shape.has_lo and not shape.has_hi:
+        return (tile,)
     if not shape.has_hi:
-        if not shape.has_lo or (lo == 0 and num_q == num_k):
+        return _split_lower(tile, backward)
+    if not backward or shape.hi - shape.lo < _NARROW:
+        rows = range(0, shape.num_q, _BAND_ROWS)
+        return list(_parts(tile, *((row, min(row + _BAND_ROWS, shape.num_q), 0, shape.num_k) for row in rows)))
+    if not shape.has_lo:
+        return [_turned(part, tile) for part in _split_lower(_turned(tile, tile), backward)]
+    return [piece for strip in _strips(tile) for piece in _split_for_cpu(strip, backward)]
+
+
+def _strips(tile: Tile) -> Iterator[Tile]:
+    """A band, some keys at a time, each strip in two parts that only one of its diagonals bounds."""
+    shape = tile.shape
+    columns = min(_BAND_COLUMNS, shape.hi - shape.lo + 1)
+    for start in range(0, shape.num_k, columns):
+        stop = min(start + columns, shape.num_k)
+        edge = min(max(stop - 1 + shape.lo, 0), shape.num_q)  # from this row on every key of the strip has begun
+        yield from _parts(tile, (0, edge, start, stop), (edge, shape.num_q, start, stop))
+
+
+def _split_lower(tile: Tile, backward: bool) -> Sequence[Tile]:
+    """A lower trapezoid as two rectangles and a triangle, as many of them as there are. In backward a triangle of moderate
+    size is cut in two and a square: the operator computes much of what a small one hides."""
+    shape = tile.shape
+    if shape.lo == 0 and shape.num_q == shape.num_k:
+        if not backward or not _LEAF < shape.num_q <= _HALVED:
             return (tile,)
-        side = num_k + lo
-        parts = [_part(tile, 0, side, 0, -lo), _part(tile, 0, side, -lo, num_k), _part(tile, side, num_q, 0, num_k)]
-        return [part for part in parts if part is not None]
-    blocks = (_part(tile, row, min(row + _BAND_ROWS, num_q), 0, num_k) for row in range(0, num_q, _BAND_ROWS))
-    return [block for block in blocks if block is not None]
+        half, end = shape.num_q // 2, shape.num_q
+        corners = ((0, half, 0, half), (half, end, 0, half), (half, end, half, end))
+    else:
+        side = shape.num_k + shape.lo
+        corners = ((0, side, 0, -shape.lo), (0, side, -shape.lo, shape.num_k), (side, shape.num_q, 0, shape.num_k))
+    parts = _parts(tile, *corners)
+    return [piece for part in parts for piece in ([part] if not part.shape.has_lo else _split_lower(part, backward))]
+
+
+def _parts(tile: Tile, *corners: tuple[int, int, int, int]) -> Iterator[Tile]:
+    """The parts of a tile within these rows and columns, those that hold a pair."""
+    for corner in corners:
+        part = _part(tile, *corner)
+        if part is not None:
+            yield part
+
+
+def _turned(tile: Tile, within: Tile) -> Tile:
+    """The tile after half a turn of `within`: its last row is the first, its last key the first."""
+    rows, keys = within.q0 + within.q1 - 1, within.k0 + within.k1 - 1
+    q0, q1, k0, k1, lo, hi = tile
+    return Tile(rows + 1 - q1, rows + 1 - q0, keys + 1 - k1, keys + 1 - k0, rows - keys - hi, rows - keys - lo)
 
 
 def _split_for_cuda(tile: Tile) -> Sequence[Tile]:
@@ -117,7 +166,7 @@ def _cpu_mode(shape: Shape, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     return False, _additive_mask(shape, dtype)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
 def _additive_mask(shape: Shape, dtype: torch.dtype) -> Tensor:
     """0 where the band sees, -inf elsewhere: `(num_q, num_k)` of at most 128 rows, the same for every block of a window."""
     away = torch.arange(shape.num_q, device="cpu")[:, None] - torch.arange(shape.num_k, device="cpu")

@@ -62,13 +62,14 @@ def projected_attention(
     *,
     plan: Plan,
     group: Group = None,
-    heads_per_stage: int,
+    heads_per_stage: int | None = None,
     scale: float | None = None,
     kernel: str = "auto",
 ) -> Tensor:
     """A whole attention layer on this rank's slots, `x (B, T, E)` -> `(B, T, E)`, by a plan of route "upipe".
 
-    `heads_per_stage` query heads are worked on at a time, the same number on each rank; `SpecError` lists what fits.
+    `heads_per_stage` query heads are worked on at a time, the same number on each rank; the least that fits if not given,
+    and else `SpecError` lists what does.
     Differentiable in x, all weights and `used`; backward makes each stage anew, so attention is computed twice. Collective,
     as `attention` is.
     """
@@ -113,7 +114,13 @@ _WEIGHTS = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias")
 class _StagedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, ref: ShareRef, heads_per_stage: int, scale: float, projections: Projections, *tensors: Any
+        ctx: Any,
+        x: Tensor,
+        ref: ShareRef,
+        heads_per_stage: int | None,
+        scale: float,
+        projections: Projections,
+        *tensors: Any,
     ) -> Tensor:
         stages = _check(ref, x, heads_per_stage, scale, projections)
         ctx.made_of = ref.share, stages, scale, projections
@@ -121,7 +128,7 @@ class _StagedAttention(torch.autograd.Function):
         return _Layer(ref.share, stages, scale, projections, x).forward()
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         share, stages, scale, projections = ctx.made_of
         x, *tensors = ctx.saved_tensors
         # The weights that were saved, not those that the record holds: a wrapper may have freed and refilled them.
@@ -300,7 +307,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _check(
-    ref: ShareRef, x: Tensor, heads_per_stage: int, scale: float, projections: Projections
+    ref: ShareRef, x: Tensor, heads_per_stage: int | None, scale: float, projections: Projections
 ) -> tuple[HeadStage, ...]:
     """The stages; or the same error on all ranks."""
     share, problem = ref.share, None

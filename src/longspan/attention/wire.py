@@ -11,7 +11,7 @@ from longspan.plan.wire import FP8_BLOCK
 
 Tensor = torch.Tensor
 
-_E4M3_EXPONENT = 8
+_E4M3_FRACTION, _E4M3_EXPONENT = 1.75, 8
 """The greatest e4m3 number is 1.75 * 2 ** 8."""
 _BIAS = 127
 
@@ -62,10 +62,14 @@ class Fp8:
     def encode(self, x: Tensor) -> Tensor:
         D = x.shape[3]
         blocks = _blocks(x.float())
-        _, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
-        # frexp gives [0.5, 1) * 2 ** exponent: the greatest element becomes one of [1, 2) * 2 ** 8, at most 448 but for rounding.
-        exponent = (exponent - 1 - _E4M3_EXPONENT).clamp(-_BIAS, _BIAS)
-        scaled = torch.ldexp(blocks, -exponent).clamp(-448, 448).to(torch.float8_e4m3fn)
+        fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
+        # The greatest element becomes one of [1, 1.75] * 2 ** 8, or half of (1.75, 2) * 2 ** 8, else cut off at 1.75.
+        # Next to the greatest float it is: half as much, rounded up, would come back infinite.
+        exponent = exponent - 1 - _E4M3_EXPONENT + (fraction > _E4M3_FRACTION / 2)
+        exponent = exponent.clamp(-_BIAS, _BIAS - _E4M3_EXPONENT)
+        most = _E4M3_FRACTION * 2**_E4M3_EXPONENT
+        scaled = torch.ldexp(blocks, -exponent).clamp(-most, most)
+        scaled = torch.where(blocks.isfinite(), scaled, torch.nan).to(torch.float8_e4m3fn)
         values = scaled.flatten(-2)[..., :D].view(torch.uint8)
         return torch.cat((values, (exponent.squeeze(-1) + _BIAS).to(torch.uint8)), dim=-1)
 

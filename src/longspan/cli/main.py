@@ -10,6 +10,7 @@ import click
 _COMMANDS = {
     "train": "Train a decoder on long rows, each shared by the ranks of a CP group.",
     "verify": "Prove that training at CP=N equals plain attention at CP=1.",
+    "bench": "Measure what work and traffic cost here.",
     "plan": "Count what a plan costs each rank.",
     "show": "Draw a plan.",
     "doctor": "Say what of longspan can run here.",

@@ -4,13 +4,14 @@ Also the options that describe a plan, which `longspan show` takes too. Starts w
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 from rich.console import Console
 
 from longspan.cli.errors import friendly
-from longspan.plan import ROUTES, Layout, Mask, Plan, plan_attention
+from longspan.plan import AUTO, ROUTES, WIRE_DTYPES, Costs, Layout, Mask, Plan, check_route, plan_attention
 from longspan.report import PlanReport, describe, plan_table
 from longspan.spec import SpecError
 
@@ -18,6 +19,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
+
+_POSITIVE = click.IntRange(min=1)
 
 _OPTIONS = (
     click.option("--seq-len", metavar="TOKENS", help="Tokens of the global row: 8192, 8k, 128k, 1M (k = 1,024)."),
@@ -35,8 +38,36 @@ _OPTIONS = (
     click.option("--head-dim", type=int, default=128, show_default=True, help="Dimension of a head."),
     click.option("--dtype", type=click.Choice(list(ITEMSIZES)), default="bf16", show_default=True),
     click.option("--slots", metavar="TOKENS", help="Fixed local length of every rank."),
-    click.option("--route", default="ring", show_default=True, help=f"How keys reach queries: {', '.join(ROUTES)}."),
+    click.option(
+        "--route", default="ring", show_default=True, help=f"How keys reach queries: {', '.join((*ROUTES, AUTO))}."
+    ),
+    click.option("--inner", type=int, metavar="RANKS", help="Inner degree of a route of two levels; else chosen."),
+    click.option(
+        "--wire-dtype", type=click.Choice(list(WIRE_DTYPES)), help="Round keys and values for their way; else --dtype."
+    ),
+    click.option(
+        "--tp", type=_POSITIVE, metavar="RANKS", default=1, help="TP degree that --heads is after: for errors."
+    ),
+    click.option(
+        "--ranks-per-node",
+        type=_POSITIVE,
+        metavar="RANKS",
+        help="Keep heads within a node, where that is to be chosen.",
+    ),
+    click.option(
+        "--costs",
+        type=click.Path(dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="For --route auto: what longspan bench calibrate wrote.",
+    ),
 )
+_IN_OPTIONS = (
+    ("use window=None for no window", "leave --window out for no window"),
+    ("heads=(query, KV)", "--heads Q/KV"),
+    ('route="ring"', "--route ring"),
+    ("leave inner out", "leave --inner out"),
+)
+"""What hints say to callers of Python, and what it is called here."""
 
 
 def plan_options(function: F) -> F:
@@ -60,13 +91,32 @@ def plan_of(
     dtype: str,
     slots: str | None,
     route: str,
+    inner: int | None,
+    wire_dtype: str | None,
+    tp: int,
+    ranks_per_node: int | None,
+    costs: Path | None,
 ) -> tuple[Plan, PlanReport]:
     """The plan that the options ask for, and its numbers. Raises `SpecError` naming the option that does not fit."""
     lengths = None if documents is None else _lengths(documents)
     tokens = _seq_len(seq_len, lengths)
-    mask = _mask(tokens, kind, _tokens("window", window), lengths, _tokens("prefix", prefix))
-    shards = Layout.named(layout, tokens, cp, _tokens("slots", slots))
-    made = plan_attention(shards, mask, route=route, heads=None if heads is None else _heads(heads))
+    _check_used(route, inner, costs, ranks_per_node)
+    try:
+        mask = _mask(tokens, kind, _tokens("window", window), lengths, _tokens("prefix", prefix))
+        shards = Layout.named(layout, tokens, cp, _tokens("slots", slots))
+        made = plan_attention(
+            shards,
+            mask,
+            route,
+            None if heads is None else _heads(heads),
+            inner,
+            wire_dtype=wire_dtype,
+            tp=tp,
+            ranks_per_node=ranks_per_node,
+            costs=None if costs is None else Costs.load(costs),
+        )
+    except SpecError as error:
+        raise SpecError(error.message, error.hint and _in_options(error.hint)) from error
     return made, describe(made, head_dim, ITEMSIZES[dtype])
 
 
@@ -90,6 +140,23 @@ def parse_tokens(text: str, option: str) -> int:
     if not (digits.isascii() and digits.isdigit()):
         raise SpecError(f"--{option} {text!r} is not a count of tokens", hint="write it as 8192, 8k or 1M (k = 1,024)")
     return int(digits) * size
+
+
+def _check_used(route: str, inner: int | None, costs: Path | None, ranks_per_node: int | None) -> None:
+    """Raise for an option that the route would not look at."""
+    if costs is not None and route != AUTO:
+        raise SpecError(f"--costs means nothing to --route {route}", hint=f"set --route {AUTO}, or leave --costs out")
+    chosen = route == AUTO or (ROUTES[check_route(route)].heads == "inner" and inner is None)
+    if ranks_per_node is None or chosen:
+        return
+    given = f"--route {route}" if inner is None else f"--route {route} --inner {inner}"
+    raise SpecError(f"--ranks-per-node means nothing to {given}", hint="leave it out: there is nothing to choose")
+
+
+def _in_options(hint: str) -> str:
+    for python, option in _IN_OPTIONS:
+        hint = hint.replace(python, option)
+    return hint
 
 
 def _tokens(option: str, text: str | None) -> int | None:

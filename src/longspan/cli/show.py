@@ -21,7 +21,7 @@ from longspan.report import print_plan, save_figure
 )
 @friendly
 def show(output: Path | None, **options: Any) -> None:
-    """Draw a plan: the attention matrix coloured by rank, each rank's pairs and bytes step by step."""
+    """Draw a plan: the attention matrix coloured by rank, each rank's pairs and bytes stage by stage."""
     made, report = plan_of(**options)
     if output is None:
         print_plan(Console(), made, report)

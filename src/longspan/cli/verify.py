@@ -21,6 +21,12 @@ from longspan.verify.run import verify as run_verification
 @config_options
 @click.option("--cp", multiple=True, type=int, help="Degrees to compare with cp=1; repeatable. Default: the file's.")
 @click.option("--layout", multiple=True, help="Layouts; repeatable. Default: the file's.")
+@click.option("--route", multiple=True, help="Routes; repeatable. Default: the file's.")
+@click.option(
+    "--wire-dtype",
+    multiple=True,
+    help="none, bf16, fp8 for keys and values on the way; repeatable. Default: the file's.",
+)
 @click.option("--dtype", multiple=True, help="fp64, fp32, bf16, fp16; repeatable. Default: fp64 and fp32.")
 @click.option("--steps", default=2, show_default=True, help="Optimizer steps to replay.")
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")
@@ -31,6 +37,8 @@ def verify(
     overrides: tuple[str, ...],
     cp: tuple[int, ...],
     layout: tuple[str, ...],
+    route: tuple[str, ...],
+    wire_dtype: tuple[str, ...],
     dtype: tuple[str, ...],
     steps: int,
     quiet: bool,
@@ -45,6 +53,8 @@ def verify(
     values = {
         "cp": cp or (run.parallel.cp,),
         "layouts": layout or (run.parallel.layout,),
+        "routes": route or (run.parallel.route,),
+        "wire_dtypes": [None if name == "none" else name for name in wire_dtype] or (run.parallel.wire_dtype,),
         "dtypes": dtype or ("fp64", "fp32"),
         "steps": steps,
     }
@@ -63,21 +73,32 @@ def verify(
 
 def _table(verdicts: Sequence[Verdict]) -> Table:
     table = Table(title="against cp=1, plain SDPA per document: relative error (tolerance)", title_justify="left")
-    for name in ("cp", "layout", "dtype", "loss", "loss error", "grad norm error", "worst gradient", "its error"):
-        table.add_column(name, justify="left" if name in ("layout", "dtype", "worst gradient") else "right")
+    for name in (
+        "cp",
+        "layout",
+        "route",
+        "dtype",
+        "loss",
+        "loss error",
+        "grad norm error",
+        "worst gradient",
+        "its error",
+    ):
+        table.add_column(name, justify="left" if name in ("layout", "route", "dtype", "worst gradient") else "right")
     table.add_column("drift by step")
     table.add_column("verdict")
     for v in verdicts:
         table.add_row(
             str(v.cp),
             v.layout,
-            v.dtype,
+            v.route,
+            v.dtype if v.wire_dtype is None else f"{v.dtype}, {v.wire_dtype} on the wire",
             f"{v.loss:.6f}",
             f"{v.loss_error:.1e} ({v.loss_tolerance:.0e})",
             f"{v.norm_error:.1e} ({v.norm_tolerance:.0e})",
             v.worst_gradient,
             f"{v.gradient_error:.1e} ({v.gradient_tolerance:.0e})",
-            "" if v.dtype in EXACT else " ".join(f"{d:.0e}" for d in v.drift),
+            "" if v.dtype in EXACT and v.wire_dtype is None else " ".join(f"{d:.0e}" for d in v.drift),
             "[green]equal[/]" if v.passed else "[bold red]DIFFERS[/]" + ("" if v.inputs_equal else ": other inputs"),
         )
     return table

@@ -32,7 +32,7 @@ class Hop:
         assert group is not None, "a plan of one rank has no messages"
         call.bytes_sent += sum(tensor.nbytes for _, tensor in self.sends)
         call.messages_sent += len(self.sends)
-        peers = [peer for peer, _ in (*self.sends, *self.receives)]
+        peers = [peer for peer, _ in (*self.receives, *self.sends)]
         start = call.clock.now()
         landed: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
@@ -40,8 +40,9 @@ class Hop:
                 call.collectives += 1
                 works, landed, kept = self._all_to_all(group)
             else:
-                operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in self.sends]
-                operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in self.receives]
+                # gloo tells a peer that it may send behind whatever it has begun to send itself: receive first.
+                operations = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in self.receives]
+                operations += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in self.sends]
                 works, kept = dist.batch_isend_irecv(operations), (self.sends, self.receives)
         except RuntimeError as error:
             raise _lost(peers, error) from error

@@ -6,6 +6,7 @@ Shapes: B batch, T this rank's slots, E width, H query heads, K KV heads, D head
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -19,7 +20,19 @@ from longspan.model.loss import token_loss_sum
 from longspan.model.rope import apply_rotary, rotary_tables
 from longspan.spec import SpecError
 
-Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+
+@dataclass(frozen=True)
+class WholeLayer:
+    """Attention that takes a layer's input and its projections, and never sees q, k, v of all heads.
+
+    `run(x, layer, rotate, mask)`: x (B, T, E), the layer with its weights, what gives some heads (B, heads, T, D) their
+    positions, the name of the layer's mask; gives (B, T, E), the output projection included.
+    """
+
+    run: Callable[[Tensor, "SelfAttention", Callable[[Tensor], Tensor], str], Tensor]
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor] | WholeLayer
 """`attend(q, k, v, mask)`: q (B, H, T, D), k and v (B, K, T, D), the name of the layer's mask; gives (B, H, T, D)."""
 
 Recompute = Literal["none", "block"]
@@ -149,6 +162,8 @@ class SelfAttention(nn.Module):
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mask: str) -> Tensor:
+        if isinstance(attend, WholeLayer):
+            return attend.run(x, self, lambda heads: apply_rotary(heads, cos, sin), mask)
         q, k, v = (
             proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, T, heads * D) -> (B, heads, T, D)
             for proj in (self.q_proj, self.k_proj, self.v_proj)

@@ -95,10 +95,14 @@ def choose_route(
     # The least time by a margin: of nearly equal ones the simplest, which comes first.
     ranked = sorted(best.values(), key=lambda entry: entry[0])
     seconds, name, inner = next(entry for entry in best.values() if entry[0] <= 1.02 * ranked[0][0])
-    others = ", ".join(f"{other} {took * 1e3:.3g}" for took, other, _ in ranked if other != name)
+    others = ", ".join(f"{other} {_milliseconds(took)}" for took, other, _ in ranked if other != name)
     level = "" if inner is None else f" (inner {inner})"
-    reason = f"{name}{level}: about {seconds * 1e3:.3g} ms a layer, forward and backward"
+    reason = f"{name}{level}: about {_milliseconds(seconds)} ms a layer, forward and backward"
     return name, inner, f"{reason}{f'; {others}' if others else ''} ({costs.source})"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:,.0f}" if seconds >= 1 else f"{seconds * 1e3:.3g}"
 
 
 def _candidates(ranks: int, heads: tuple[int, int] | None) -> Iterator[tuple[str, int | None]]:

@@ -85,9 +85,9 @@ class HeadShare:
 
 
 def share_heads(
-    heads: tuple[int, int], layout: Layout, merged: Layout, members: tuple[int, ...], rank: int
+    heads: tuple[int, int], layout: Layout, places: tuple[tuple[Place, ...], ...], members: tuple[int, ...], rank: int
 ) -> HeadShare:
-    """The part of `rank` in the exchange among `members`, whose shards of `layout` together are a shard of `merged`."""
+    """The part of `rank` in the exchange among `members`; `places` are theirs, see `places_of`."""
     num_q, num_kv = heads
     degree, group = len(members), num_q // num_kv
     size = num_q // degree
@@ -100,7 +100,7 @@ def share_heads(
         query,
         kv,
         tuple(int(layout.counts[m]) for m in members),
-        tuple(_places(layout, merged, m) for m in members),
+        places,
         _blocks(query[member], kv[member], group),
     )
 
@@ -118,14 +118,15 @@ class HeadStage:
     share: HeadShare
 
 
-def head_stages(whole: HeadShare, heads_per_stage: int) -> tuple[HeadStage, ...]:
-    """Cut an exchange of all heads into stages of `heads_per_stage` query heads, as many of each member.
+def head_stages(whole: HeadShare, heads_per_stage: int | None) -> tuple[HeadStage, ...]:
+    """Cut an exchange of all heads into stages of `heads_per_stage` query heads (None: the least), as many of each member.
 
     A KV head is exchanged once: stages that share one follow each other, and raise `SpecError` where it would lie across.
     """
     degree, size, group = len(whole.members), whole.num_query, whole.query[-1][1] // whole.kv[-1][1]
-    per_member = heads_per_stage // degree
     fits = [n for n in range(1, size + 1) if size % n == 0 and _shares_kv(whole, n, group)]
+    heads_per_stage = fits[0] * degree if heads_per_stage is None else heads_per_stage
+    per_member = heads_per_stage // degree
     if heads_per_stage % degree or per_member not in fits:
         raise SpecError(
             f"heads_per_stage={heads_per_stage} does not fit {whole.query[-1][1]} query heads ({whole.kv[-1][1]} KV heads) on "
@@ -183,12 +184,10 @@ def check_head_degree(degree: int, heads: tuple[int, int] | None, route: str, tp
     )
 
 
-def _places(layout: Layout, merged: Layout, rank: int) -> tuple[Place, ...]:
+def places_of(layout: Layout, merged: Layout, rank: int) -> tuple[Place, ...]:
     """Where the spans of a rank lie in the shard that holds them in `merged`."""
     places, row = [], 0
-    for owner, start, stop in layout.spans.tolist():
-        if owner != rank:
-            continue
+    for _, start, stop in layout.spans[layout.spans[:, 0] == rank].tolist():
         slot, first = merged.find(start)
         rows = -((start - stop) // layout.step)
         places.append(Place(row, row + rows, slot + (start - first) // merged.step, layout.step // merged.step))

@@ -10,10 +10,11 @@ A name of two parts is outer-inner, as a mesh of two axes is (outer, inner): ran
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, Literal, Protocol
 
 from longspan.plan.direct import AllGather, Exchange
-from longspan.plan.heads import HeadShare, check_head_degree, share_heads
+from longspan.plan.heads import HeadShare, Place, check_head_degree, places_of, share_heads
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
 from longspan.plan.ring import Ring, Rotation
@@ -111,6 +112,8 @@ def degrees_of(
     Raises `SpecError` where the route, the ranks and the heads do not fit.
     """
     level = ROUTES[check_route(name)].heads
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise SpecError(f"ranks_per_node={ranks_per_node}: a node has at least one rank")
     if level in ("none", "all"):
         if inner is not None:
             raise SpecError(
@@ -183,5 +186,13 @@ class Work:
     def _heads(self, rank: int) -> HeadShare | None:
         if self.heads is None:
             return None
-        members = self.degrees.members(self.degrees.group_of(rank))
-        return share_heads(self.heads, self.layout, self.merged, members, rank)
+        group = self.degrees.group_of(rank)
+        if group not in self._places:
+            members = self.degrees.members(group)
+            self._places[group] = tuple(places_of(self.layout, self.merged, member) for member in members)
+        return share_heads(self.heads, self.layout, self._places[group], self.degrees.members(group), rank)
+
+    @cached_property
+    def _places(self) -> dict[int, tuple[tuple[Place, ...], ...]]:
+        """For each group asked for, where its members' rows come to lie."""
+        return {}

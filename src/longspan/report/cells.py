@@ -25,11 +25,12 @@ def cell_map(plan: Plan, rows: int, columns: int) -> Array:
     """The rank with the most pairs in each cell, ties taken in turn row by row, `HIDDEN` for none: int64 `(rows, columns)`.
 
     Cells are queries by keys, as even as `seq_len` allows; with `rows = columns = seq_len` every cell is one pair. A pair is
-    computed by the rank that holds its query.
+    computed by the rank that holds its query; where heads are exchanged, by its whole group, for which its first rank stands.
     """
     across, down = cell_edges(plan.seq_len, columns), cell_edges(plan.seq_len, rows)
+    first = first_ranks(plan)
     cells = [
-        _dominant(_row_areas(plan, start, stop, across), np.full(columns, row))
+        _dominant(_row_areas(plan, first, start, stop, across), np.full(columns, row))
         for row, (start, stop) in enumerate(zip(down[:-1].tolist(), down[1:].tolist(), strict=True))
     ]
     return np.stack(cells)
@@ -45,6 +46,12 @@ def owner_map(layout: Layout, cells: int) -> Array:
     return _dominant(held, np.arange(cells))
 
 
+def first_ranks(plan: Plan) -> Array:
+    """For each rank the first of those that compute the same pairs, itself where no heads are exchanged: int64 `(ranks,)`."""
+    first = [plan.degrees.members(group)[0] for group in range(plan.degrees.rows)]
+    return np.array([first[plan.degrees.group_of(rank)] for rank in range(plan.ranks)])
+
+
 def cell_edges(seq_len: int, cells: int) -> Array:
     """Where cells begin and end: int64 `(cells + 1,)`."""
     return np.arange(cells + 1) * seq_len // cells
@@ -57,8 +64,8 @@ def even_cells(seq_len: int, most: int) -> int:
     return next((cells for cells in range(most, most // 2, -1) if seq_len % cells == 0), most)
 
 
-def _row_areas(plan: Plan, start: int, stop: int, across: Array) -> Array:
-    """Pairs of queries `start..stop` in each column of cells, by rank: int64 `(ranks, columns)`."""
+def _row_areas(plan: Plan, counts_for: Array, start: int, stop: int, across: Array) -> Array:
+    """Pairs of queries `start..stop` in each column of cells, by the rank that `counts_for` each: int64 `(ranks, columns)`."""
     layout, bands, spans = plan.layout, plan.mask.array, plan.layout.spans
     bands = bands[(bands[:, 0] < stop) & (bands[:, 1] > start)]
     spans = spans[(spans[:, 1] < stop) & (spans[:, 2] > start)]
@@ -79,7 +86,7 @@ def _row_areas(plan: Plan, start: int, stop: int, across: Array) -> Array:
     piece, column = expand(column, width)
     k0, k1 = np.maximum(k0[piece], across[column]), np.minimum(k1[piece], across[column + 1])
     pairs = _strided_area(first[piece], count[piece], layout.step, k0, k1, lo[piece], hi[piece])
-    np.add.at(areas, (owner[piece], column), pairs)
+    np.add.at(areas, (counts_for[owner[piece]], column), pairs)
     return areas
 
 

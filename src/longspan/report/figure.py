@@ -1,20 +1,30 @@
-"""A plan drawn with matplotlib, as SVG or PNG: the attention matrix, and each rank's pairs and bytes step by step.
+"""A plan drawn with matplotlib, as SVG or PNG: the attention matrix, and each rank's pairs and bytes stage by stage.
 
 Colour stands for the rank and for nothing else; amounts are shades of grey-blue.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from longspan.plan import Layout, Mask, Plan, plan_attention
+from longspan.plan import Layout, Mask, Plan
 from longspan.plan.mask import Band
-from longspan.report.cells import HIDDEN, cell_map, even_cells, owner_map
+from longspan.report.cells import HIDDEN, cell_map, even_cells, first_ranks, owner_map
 from longspan.report.palette import DISTINCT, rank_colors
 from longspan.report.record import PlanReport, Quantity
-from longspan.report.words import byte_unit, bytes_note, headline, short_bytes, short_count, short_tokens, summary
+from longspan.report.words import (
+    byte_unit,
+    bytes_note,
+    headline,
+    short_bytes,
+    short_count,
+    short_tokens,
+    summary,
+)
 from longspan.spec import SpecError
 
 if TYPE_CHECKING:
@@ -26,7 +36,7 @@ Array = np.ndarray
 _WIDTH, _HEIGHT = 12.5, 7.5
 _LEFT, _MIDDLE, _RIGHT, _BOTTOM = 0.085, 0.59, 0.965, 0.105
 _MOST_CELLS = 256
-_PALE = 0.5
+_PALE = 0.4
 _FORMATS = (".svg", ".png")
 _INK, _FAINT, _PAPER = "#1f2933", "#9aa5b1", "#f4f6f8"
 _SHADES = ("#e8eef4", "#bccddc", "#86a3bc", "#527899", "#2c5474")
@@ -91,19 +101,25 @@ def draw_figure(plan: Plan, report: PlanReport) -> "Figure":
         ) from None
     with rc_context(_STYLE):
         figure = Figure(figsize=(_WIDTH, _HEIGHT), facecolor="white")
-        figure.text(0.045, 0.955, headline(report), fontsize=14, fontweight="bold", va="center")
+        title = headline(report)
+        figure.text(0.045, 0.955, title, fontsize=min(14, 720 / len(title)), fontweight="bold", va="center")
         figure.text(0.045, 0.915, summary(report), fontsize=10.5, va="center")
-        _draw_legend(figure, plan.ranks)
+        figure.text(0.045, 0.886, report.reason, fontsize=7.5, va="center")
+        _draw_legend(figure, plan)
         _draw_matrix(figure, plan)
-        _draw_steps(figure, report)
+        _draw_stages(figure, report, plan.rank_plan(0).relays)
         return figure
 
 
-def _draw_legend(figure: "Figure", ranks: int) -> None:
-    axes = figure.add_axes((_MIDDLE, 0.935, _RIGHT - _MIDDLE, 0.032))
-    _show_ranks(axes, np.arange(ranks)[None, :], ranks, (-0.5, ranks - 0.5, 0, 1))
+def _draw_legend(figure: "Figure", plan: Plan) -> None:
+    """The ranks' colours, and below them those of their groups where heads are exchanged."""
+    axes, ranks = figure.add_axes((_MIDDLE, 0.935, _RIGHT - _MIDDLE, 0.032)), plan.ranks
+    names = ["rank"] if plan.degrees.heads == 1 else ["rank", "group"]
+    rows = np.stack((np.arange(ranks), first_ranks(plan)))[: len(names)]
+    _show_ranks(axes, rows, ranks, (-0.5, ranks - 0.5, len(names) - 0.5, -0.5))
     axes.set_xticks(_ticks(ranks, 16), [str(rank) for rank in _ticks(ranks, 16)])
-    axes.set_ylabel("rank", rotation=0, ha="right", va="center")
+    axes.set_yticks(range(len(names)), names)
+    axes.tick_params(axis="y", length=0)
 
 
 def _draw_matrix(figure: "Figure", plan: Plan) -> None:
@@ -115,11 +131,11 @@ def _draw_matrix(figure: "Figure", plan: Plan) -> None:
     extent = (0.0, plan.seq_len, plan.seq_len, 0.0)
     matrix = figure.add_axes((_LEFT, _BOTTOM, size, size * aspect), facecolor=_PAPER)
     ranks = cell_map(plan, cells, cells)
-    holders = owner_map(plan.layout, cells)
+    holders, first = owner_map(plan.layout, cells), first_ranks(plan)
     exact = cells == plan.seq_len
     # Beyond the few distinct colours a pale one would read as another rank.
     pale = plan.ranks <= DISTINCT and (exact or not striped)
-    _show_ranks(matrix, ranks, plan.ranks, extent, np.where(holders == ranks, 1.0, _PALE) if pale else None)
+    _show_ranks(matrix, ranks, plan.ranks, extent, np.where(first[holders] == ranks, 1.0, _PALE) if pale else None)
     queries = figure.add_axes((_LEFT - gap - thick, _BOTTOM, thick, size * aspect))
     _show_ranks(queries, holders[:, None], plan.ranks, extent)
     keys = figure.add_axes((_LEFT, _BOTTOM + (size + gap) * aspect, size, thick * aspect))
@@ -131,11 +147,29 @@ def _draw_matrix(figure: "Figure", plan: Plan) -> None:
     queries.set_yticks(ticks, labels)
     matrix.set_xlabel("key (token)")
     queries.set_ylabel("query (token)")
-    side = f"{plan.seq_len / cells:,.4g}"
-    note = "" if exact else f"A cell of {side} x {side} tokens shows the rank with most pairs, equals in turn. "
-    figure.text(_LEFT, 0.025, note + "Pale: keys of another rank." * pale, fontsize=8, va="center")
+    _note(figure, _LEFT, 108, *_captions(plan, cells, pale))
     if striped and not exact and (ranks[: cells * 9 // 20, cells * 11 // 20 :] == HIDDEN).all():
         _draw_first_tokens(matrix, plan)
+
+
+def _captions(plan: Plan, cells: int, pale: bool) -> list[str]:
+    """What a cell shows, what is pale, and whose colour a group has."""
+    unit, side = "rank" if plan.degrees.heads == 1 else "group", f"{plan.seq_len / cells:,.4g}"
+    captions = []
+    if cells < plan.seq_len:
+        captions.append(f"A cell of {side} x {side} tokens shows the {unit} with most pairs, equals in turn.")
+    if pale and plan.degrees.rows > 1:
+        captions.append(f"Pale: keys of another {unit}.")
+    if unit == "group":
+        captions.append(
+            "A group has its first rank's colour: its ranks share the heads. Strips: who holds tokens before."
+        )
+    return captions
+
+
+def _note(figure: "Figure", left: float, width: int, *sentences: str) -> None:
+    """Small print below a drawing, in two lines of `width` characters."""
+    figure.text(left, 0.028, fill(" ".join(sentences), width), fontsize=8, va="center", linespacing=1.2)
 
 
 def _draw_first_tokens(matrix: "Axes", plan: Plan) -> None:
@@ -143,7 +177,7 @@ def _draw_first_tokens(matrix: "Axes", plan: Plan) -> None:
     first = min(plan.seq_len, max(16, 2 * plan.ranks))
     axes = matrix.inset_axes((0.6, 0.57, 0.37, 0.37), facecolor="white")
     corner = Mask.bands(first, _corner_bands(plan.mask.array, first))
-    small = plan_attention(Layout.striped(first, plan.ranks), corner)
+    small = replace(plan, layout=Layout.striped(first, plan.ranks), mask=corner)
     _show_ranks(axes, cell_map(small, first, first), plan.ranks, (0.0, first, first, 0.0))
     axes.set_title(f"its first {first} tokens, pair by pair", fontsize=8)
 
@@ -173,34 +207,55 @@ def _show_ranks(
     axes.set_yticks([])
 
 
-def _draw_steps(figure: "Figure", report: PlanReport) -> None:
-    """Three maps of rank by step, each with the ranks' totals beside it; forward and backward share one scale."""
+def _draw_stages(figure: "Figure", report: PlanReport, hops: bool) -> None:
+    """Three maps of rank by stage, each with the ranks' totals beside it; forward and backward share one scale.
+
+    Where heads are exchanged, that has a column of its own at the end.
+    """
     grid = figure.add_gridspec(
         3, 2, left=_MIDDLE, right=_RIGHT, top=0.84, bottom=_BOTTOM, hspace=0.36, wspace=0.04, width_ratios=(2.6, 1)
     )
-    tables = {name: report.by_step(name) for name, _ in _PANELS}
+    heads = report.head_degree > 1
+    tables = {
+        name: np.column_stack((report.by_stage(name), *([report.in_exchange(name)] if heads else ())))
+        for name, _ in _PANELS
+    }
     most_bytes = int(max(tables["bytes_forward"].max(), tables["bytes_backward"].max()))
     size, unit = byte_unit(most_bytes)
     labelled = max(tables["area"].shape) <= _LABELLED
     for row, (name, title) in enumerate(_PANELS):
         heat, bars = figure.add_subplot(grid[row, 0]), figure.add_subplot(grid[row, 1])
         if name == "area":
-            most, words, note = int(tables[name].max()), short_count, ""
+            most, words, note = float(tables[name].max()), short_count, ""
+            title = f"pairs x 1/{report.head_degree} of the heads" if heads else title
             _draw_heat(heat, tables[name], most, short_count)
         else:
             most, words, note = most_bytes, short_bytes, f" ({unit})"
             _draw_heat(heat, tables[name], most, lambda amount: f"{amount / size:.3g}")
+        _label_stages(heat, report.num_stages, heads)
         _draw_totals(bars, tables[name].sum(axis=1), words)
         heat.set_title(title + (note if labelled else f" (darkest: {words(most)})"))
         bars.set_title("in all, and mean")
-    heat.set_xlabel("step: hops the keys have made (0 = own shard)")
-    figure.text(_MIDDLE, 0.025, bytes_note(report), fontsize=8, va="center")
+    heat.set_xlabel("stage: hops the keys have made (0 = own shard)" if hops else "stage (0 = own shard)")
+    _note(figure, _MIDDLE, 84, bytes_note(report))
 
 
-def _draw_heat(axes: "Axes", table: Array, most: int, words: Callable[[int], str]) -> None:
+def _label_stages(axes: "Axes", stages: int, heads: bool) -> None:
+    ticks = _ticks(stages, 16)
+    if not heads:
+        axes.set_xticks(ticks)
+        return
+    ticks = [tick for tick in ticks if tick == 0 or stages - tick >= stages / 4]
+    axes.set_xticks([*ticks, stages], [*map(str, ticks), "heads"])
+    if stages >= _LABELLED:
+        axes.get_xticklabels()[-1].set_horizontalalignment("right")
+    axes.axvline(stages - 0.5, color=_FAINT, linewidth=0.8)
+
+
+def _draw_heat(axes: "Axes", table: Array, most: float, words: Callable[[float], str]) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    ranks, steps = table.shape
+    ranks, columns = table.shape
     axes.set_facecolor("white")
     shades = LinearSegmentedColormap.from_list("shades", _SHADES)
     axes.imshow(
@@ -208,20 +263,19 @@ def _draw_heat(axes: "Axes", table: Array, most: int, words: Callable[[int], str
     )
     axes.set_ylabel("rank")
     axes.set_yticks(_ticks(ranks, 8))
-    axes.set_xticks(_ticks(steps, 16))
-    if max(ranks, steps) <= _GAPPED:
-        axes.set_xticks(np.arange(steps - 1) + 0.5, minor=True)
+    if max(ranks, columns) <= _GAPPED:
+        axes.set_xticks(np.arange(columns - 1) + 0.5, minor=True)
         axes.set_yticks(np.arange(ranks - 1) + 0.5, minor=True)
         axes.grid(which="minor", color="white", linewidth=1.5)
         axes.tick_params(which="minor", length=0)
-    if ranks <= _LABELLED and steps <= _LABELLED:
-        for (rank, step), amount in np.ndenumerate(table):
+    if ranks <= _LABELLED and columns <= _LABELLED:
+        for (rank, column), amount in np.ndenumerate(table):
             if amount:
                 ink = "white" if amount > 0.5 * most else _INK
-                axes.text(step, rank, words(amount), ha="center", va="center", color=ink, fontsize=7.5)
+                axes.text(column, rank, words(amount), ha="center", va="center", color=ink, fontsize=7.5)
 
 
-def _draw_totals(axes: "Axes", totals: Array, words: Callable[[int], str]) -> None:
+def _draw_totals(axes: "Axes", totals: Array, words: Callable[[float], str]) -> None:
     ranks = len(totals)
     axes.barh(np.arange(ranks), totals, height=0.8 if ranks <= 32 else 1.0, color=_colors(ranks))
     axes.axvline(float(totals.mean()), color=_INK, linewidth=0.8, linestyle=(0, (3, 3)))
@@ -232,7 +286,7 @@ def _draw_totals(axes: "Axes", totals: Array, words: Callable[[int], str]) -> No
     axes.set_xticks([])
     axes.set_yticks([])
     if ranks > _LABELLED:
-        axes.set_xticks([0, totals.max()], ["0", words(int(totals.max()))])
+        axes.set_xticks([0, totals.max()], ["0", words(totals.max())])
     else:
         for rank, total in enumerate(totals.tolist()):
             axes.text(axes.get_xlim()[1], rank, words(total), ha="right", va="center", fontsize=7.5)

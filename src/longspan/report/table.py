@@ -9,18 +9,18 @@ from rich.table import Table
 from rich.text import Text
 
 from longspan.report.record import PlanReport
-from longspan.report.words import bytes_note, headline, short_bytes, summary
+from longspan.report.words import bytes_note, exchange_note, headline, in_full, short_bytes, summary
 
 
 def plan_table(report: PlanReport) -> Group:
-    """A rich renderable: headline, table with totals, what the bytes count."""
+    """A rich renderable: headline, why the route was chosen, table with totals, what the bytes count."""
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False)
     table.add_column("rank", footer="total")
     for name, total in (
         ("tokens", f"{report.seq_len:,}"),
         ("pairs", f"{report.area:,}"),
         ("share", "100%" if report.area else "0%"),
-        ("KV rows in", f"{report.rows_sent:,}"),
+        ("KV rows in", f"{sum(rank.rows_received for rank in report.per_rank):,}"),
         ("forward", short_bytes(report.bytes_forward)),
         ("backward", short_bytes(report.bytes_backward)),
     ):
@@ -29,10 +29,19 @@ def plan_table(report: PlanReport) -> Group:
         table.add_row(
             str(rank.rank),
             f"{rank.tokens:,}",
-            f"{rank.area:,}",
+            in_full(rank.area),
             f"{rank.share:.2%}",
             f"{rank.rows_received:,}",
             short_bytes(rank.bytes_forward),
             short_bytes(rank.bytes_backward),
         )
-    return Group(Text(headline(report), style="bold"), Text(summary(report)), table, Text(bytes_note(report)))
+    lines = [Text(headline(report), style="bold"), Text(summary(report))]
+    return Group(*lines, *([Text(report.reason)] if report.reason else []), table, Text(_notes(report)))
+
+
+def _notes(report: PlanReport) -> str:
+    if report.head_degree == 1:
+        return bytes_note(report)
+    forward, backward = short_bytes(report.bytes_heads_forward), short_bytes(report.bytes_heads_backward)
+    moved = f"Of these, the exchange of heads: {forward} forward, {backward} backward."
+    return "\n".join((bytes_note(report), moved, exchange_note(report)))

@@ -1,7 +1,9 @@
-"""A plan drawn in text of at most 80 columns: the attention matrix, then what each rank computes and sends step by step.
+"""A plan drawn in text of at most 80 columns: the attention matrix, then what each rank computes and sends stage by stage.
 
 With colour a rank is a colour, half blocks give square cells; without, it is a letter. Both say the same.
 """
+
+from math import ceil
 
 import numpy as np
 from rich.color import Color
@@ -11,10 +13,18 @@ from rich.table import Table
 from rich.text import Text
 
 from longspan.plan import Plan
-from longspan.report.cells import HIDDEN, cell_edges, cell_map, even_cells, owner_map
+from longspan.report.cells import HIDDEN, cell_edges, cell_map, even_cells, first_ranks, owner_map
 from longspan.report.palette import DISTINCT, muted, rank_colors, rank_symbol
 from longspan.report.record import PlanReport, Quantity
-from longspan.report.words import bytes_note, headline, short_bytes, short_count, short_tokens, summary
+from longspan.report.words import (
+    bytes_note,
+    exchange_note,
+    headline,
+    short_bytes,
+    short_count,
+    short_tokens,
+    summary,
+)
 
 Array = np.ndarray
 
@@ -23,7 +33,9 @@ _LABEL = 8
 _MOST_CELLS = 64
 _SMALL = 32
 """Up to so many tokens every cell is one pair, two characters wide."""
-_STEP_COLUMNS = 16
+_STRIP = 16
+_HEADS = 2
+"""Characters of a strip for the exchange of heads, after a gap of one."""
 _QUANTITIES: tuple[Quantity, ...] = ("area", "bytes_forward", "bytes_backward")
 _SHADES, _ASCII_SHADES = "·░▒▓█", ".:+*#"
 
@@ -36,17 +48,19 @@ def print_plan(console: Console, plan: Plan, report: PlanReport) -> None:
     styles = None if plain else [Style(color=Color.from_rgb(*rgb)) for rgb in (*colors, *map(muted, colors))]
     shades = _ASCII_SHADES if ascii_only else _SHADES
     console.print(Text(headline(report), style="bold"))
-    console.print(Text(summary(report)), Text(), sep="\n", width=_WIDTH)
+    reason = [Text(report.reason)] if report.reason else []
+    console.print(Text(summary(report)), *reason, Text(), sep="\n", width=_WIDTH)
     for line in _matrix(plan, styles):
         console.print(line, no_wrap=True, overflow="crop", crop=False)
-    console.print(Text(), _steps(report, styles, shades), sep="\n", width=_WIDTH)
+    console.print(Text(), _stages(report, styles, shades), sep="\n", width=_WIDTH)
     console.print(Text(_legend(report, shades)), width=_WIDTH)
 
 
 def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
     """Keys across, queries down; a strip along each side tells which rank holds them.
 
-    `styles` are the ranks' colours, then their muted ones; None draws letters.
+    Where heads are exchanged, a cell is its group's, in the colour of the first rank. `styles` are the ranks' colours, then
+    their muted ones; None draws letters.
     """
     small = plan.seq_len <= _SMALL
     columns = plan.seq_len if small else even_cells(plan.seq_len, _MOST_CELLS)
@@ -56,7 +70,7 @@ def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
     holders, ranks = owner_map(plan.layout, columns), cell_map(plan, rows, columns)
     told_apart = styles is not None and plan.ranks <= DISTINCT and (columns == plan.seq_len or plan.layout.step == 1)
     if told_apart:
-        ranks = np.where((ranks == HIDDEN) | (ranks == holders), ranks, ranks + plan.ranks)
+        ranks = np.where((ranks == HIDDEN) | (ranks == first_ranks(plan)[holders]), ranks, ranks + plan.ranks)
     cells = np.full((rows + 2 * per_line + rows % per_line, columns + 2), HIDDEN)
     cells[:per_line, 2:] = holders
     cells[2 * per_line : 2 * per_line + rows, 0] = owner_map(plan.layout, rows)
@@ -74,12 +88,14 @@ def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
         line.rstrip()
         lines.append(line)
     lines.append(Text(_key_axis(plan.seq_len, columns * width).rjust(_LABEL + (columns + 2) * width)))
-    notes = []
+    notes, unit = [], "rank" if plan.degrees.heads == 1 else "group"
     if rows < plan.seq_len:
         size = f"{plan.seq_len / rows:,.4g} x {plan.seq_len / columns:,.4g}"
-        notes.append(f"A cell of {size} tokens shows the rank with most pairs.")
+        notes.append(f"A cell of {size} tokens shows the {unit} with most pairs.")
     if told_apart:
-        notes.append("Muted: keys of another rank.")
+        notes.append(f"Muted: keys of another {unit}.")
+    if unit == "group":
+        notes.append("A group is drawn as its first rank: its ranks share the heads.")
     lines += [Text(f"{'':{_LABEL}}{note}") for note in notes]
     return lines
 
@@ -102,22 +118,27 @@ def _key_axis(seq_len: int, width: int) -> str:
     return end.rjust(width) if width < 24 else f"0{middle[1 : width - len(end)]}{end}"
 
 
-def _steps(report: PlanReport, styles: list[Style] | None, shades: str) -> Table:
-    """A line per rank: a shade per step and the total, for pairs, bytes sent forward and bytes sent backward."""
-    area, forward, backward = (_fold(report.by_step(name)) for name in _QUANTITIES)
+def _stages(report: PlanReport, styles: list[Style] | None, shades: str) -> Table:
+    """A line per rank: a shade per stage and the total, for pairs, bytes sent forward and bytes sent backward."""
+    area, forward, backward = (_fold(report.by_stage(name), _columns(report)) for name in _QUANTITIES)
+    heads = [report.in_exchange(name) for name in _QUANTITIES]
     # Forward and backward share one scale, so that their shades compare.
-    most_bytes = int(max(forward.max(), backward.max()))
-    wide = _columns_of_a_step(area.shape[1])
+    most_bytes = int(max(amounts.max() for amounts in (forward, backward, *heads)))
+    wide = _columns_of_a_stage(report)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("rank", "pairs", "", "sent forward", "", "sent backward", ""):
         table.add_column(name, justify="left" if name else "right", no_wrap=True)
     for rank in report.per_rank:
         style = styles[rank.rank] if styles else Style()
         chip = Text(f"{rank.rank:>2} ").append("█" if styles else rank_symbol(rank.rank), style)
-        strips = [
-            Text("".join(_shade(amount, most, shades) * wide for amount in amounts[rank.rank].tolist()), style)
-            for amounts, most in ((area, int(area.max())), (forward, most_bytes), (backward, most_bytes))
-        ]
+        strips = []
+        for table_of, moved, most in zip(
+            (area, forward, backward), heads, (area.max(), most_bytes, most_bytes), strict=True
+        ):
+            strip = "".join(_shade(amount, most, shades) * wide for amount in table_of[rank.rank].tolist())
+            if report.head_degree > 1 and table_of is not area:
+                strip += " " + _shade(int(moved[rank.rank]), most, shades) * _HEADS
+            strips.append(Text(strip, style))
         totals = (
             short_count(rank.area),
             short_bytes(rank.bytes_forward, space=""),
@@ -128,21 +149,27 @@ def _steps(report: PlanReport, styles: list[Style] | None, shades: str) -> Table
 
 
 def _legend(report: PlanReport, shades: str) -> str:
-    folded = -(-report.num_steps // _STEP_COLUMNS)
-    wide = _columns_of_a_step(report.num_steps)
-    columns = f"{wide} characters are a step" if wide > 1 else f"A character is {folded} step{'s' * (folded > 1)}"
-    return f"{columns}; {shades[0]} nothing, {shades[1:]} by quarters of the largest. {bytes_note(report)}"
+    folded, wide = -(-report.num_stages // _columns(report)), _columns_of_a_stage(report)
+    columns = f"{wide} characters are a stage" if wide > 1 else f"A character is {folded} stage{'s' * (folded > 1)}"
+    heads = "" if report.head_degree == 1 else ", after the gap the exchange of heads"
+    scale = f"{shades[0]} nothing, {shades[1:]} by quarters of the largest."
+    return " ".join(filter(None, (f"{columns}{heads};", scale, bytes_note(report), exchange_note(report))))
 
 
-def _fold(table: Array) -> Array:
-    """Sum neighbouring steps until they fit the columns."""
-    size = -(-table.shape[1] // _STEP_COLUMNS)
+def _columns(report: PlanReport) -> int:
+    """Characters of a strip for the stages."""
+    return _STRIP if report.head_degree == 1 else _STRIP - 1 - _HEADS
+
+
+def _columns_of_a_stage(report: PlanReport) -> int:
+    return max(1, min(4, _columns(report) // report.num_stages))
+
+
+def _fold(table: Array, columns: int) -> Array:
+    """Sum neighbouring stages until they fit the columns."""
+    size = -(-table.shape[1] // columns)
     return np.add.reduceat(table, np.arange(0, table.shape[1], size), axis=1)
 
 
-def _columns_of_a_step(steps: int) -> int:
-    return max(1, min(4, _STEP_COLUMNS // steps))
-
-
-def _shade(amount: int, most: int, shades: str) -> str:
-    return shades[0] if not amount else shades[-(-amount * (len(shades) - 1) // most)]
+def _shade(amount: float, most: float, shades: str) -> str:
+    return shades[0] if not amount else shades[min(ceil(amount * (len(shades) - 1) / most), len(shades) - 1)]

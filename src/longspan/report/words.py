@@ -17,7 +17,9 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 def headline(report: "PlanReport") -> str:
     """What was planned."""
-    return f"{report.layout} layout, {report.mask}, {report.route} route"
+    inner = "" if report.inner is None else f" (inner {report.inner})"
+    wire = "" if report.wire_dtype is None else f", {report.wire_dtype} on the wire"
+    return f"{report.layout} layout, {report.mask}, {report.route} route{inner}{wire}"
 
 
 def summary(report: "PlanReport") -> str:
@@ -27,24 +29,37 @@ def summary(report: "PlanReport") -> str:
 
 
 def traffic(report: "PlanReport") -> str:
-    """Rows sent in a forward, relative to a ring that passes every shard all the way round."""
-    if not report.rows_sent:
-        return "no KV row sent"
-    return f"KV rows sent: {report.rows_relative:.2f} of a plain ring"
+    """Bytes sent in a forward, relative to a ring that passes every shard all the way round in the inputs' type."""
+    return f"sent forward: {report.bytes_relative:.2f} of a plain ring" if report.bytes_forward else "nothing sent"
 
 
 def bytes_note(report: "PlanReport") -> str:
     """What the bytes of a report count."""
     heads = f"{report.heads[1]} KV heads" if report.heads else "one KV head"
-    return f"Bytes sent per batch row, for {heads} of {report.head_dim} at {report.itemsize} bytes an element."
+    if report.heads and report.head_degree > 1:
+        heads = f"{report.heads[0]} query and {heads}"
+    wire = "" if report.wire_dtype is None else f", keys and values as {report.wire_dtype}"
+    return f"Bytes sent per batch row, for {heads} of {report.head_dim} at {report.itemsize} bytes an element{wire}."
 
 
-def short_count(number: int) -> str:
+def exchange_note(report: "PlanReport") -> str:
+    """Where heads are exchanged, what an area counts; else empty."""
+    if report.head_degree == 1:
+        return ""
+    return f"The {report.head_degree} ranks of a group compute the same pairs, each for 1/{report.head_degree} of the heads."
+
+
+def in_full(amount: float) -> str:
+    """`1,234`, or of a number that is not whole `1,234.5`."""
+    return f"{amount:,}" if isinstance(amount, int) else f"{amount:,.1f}"
+
+
+def short_count(number: float) -> str:
     """`33.6M` for 33,562,624: at most three digits and a letter."""
     return _scaled(number, 1000, ("", "k", "M", "G", "T", "P"))
 
 
-def short_bytes(number: int, space: str = " ") -> str:
+def short_bytes(number: float, space: str = " ") -> str:
     """`12.0 MiB`."""
     return _scaled(number, 1024, tuple(space + unit for unit in _BYTE_UNITS))
 
@@ -82,9 +97,9 @@ def mask_words(mask: Mask) -> str:
     return f"mask of {number:,} band{'s' * (number != 1)}"
 
 
-def _scaled(number: int, base: int, units: tuple[str, ...]) -> str:
+def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:
     value, unit = float(number), 0
     while value >= base * 0.9995 and unit < len(units) - 1:
         value, unit = value / base, unit + 1
-    digits = 0 if unit == 0 or value >= 99.95 else 1
+    digits = 0 if (unit == 0 and value == int(value)) or value >= 99.95 else 1
     return f"{value:.{digits}f}{units[unit]}"

@@ -15,6 +15,12 @@ Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
 LayoutName = Literal["contiguous", "zigzag", "striped"]
+RouteName = Literal[
+    "ring", "allgather", "rotate", "exchange", "ulysses", "upipe", "usp", "ring-ulysses", "allgather-ulysses",
+    "rotate-ulysses", "exchange-ulysses", "ulysses-ring", "auto",
+]  # fmt: skip
+"""The names of `longspan.plan.ROUTES`, written out: this file serves the CP=1 side of verify, which imports nothing of plan/."""
+WireDtype = Literal["bf16", "fp8"]
 
 
 class _Record(BaseModel):
@@ -29,7 +35,16 @@ class ParallelConfig(_Record):
     dp: Positive | None = None
     """Ranks (groups of cp) that read different rows; None: what the world leaves under torchrun, else 1."""
     layout: LayoutName = "zigzag"
-    route: Literal["ring"] = "ring"
+    route: RouteName = "ring"
+    """How keys and values reach the queries; "auto" chooses. `docs/concepts/routes.md` lists the names."""
+    inner: Positive | None = None
+    """Inner degree of a route with two levels; None: chosen."""
+    heads_per_stage: Positive | None = None
+    """Query heads that route "upipe" works on at a time; None: the least that fits."""
+    wire_dtype: WireDtype | None = None
+    """Keys and values are rounded to this type on their way to other ranks; None: they travel as they are."""
+    costs: Path | None = None
+    """What `longspan bench calibrate` measured on this cluster, for route "auto"."""
     kernel: Literal["auto", "sdpa", "reference"] = "auto"
     slots_multiple_of: Positive | None = None
     """Pad each rank's local length with dead slots to a multiple; None: exact lengths."""
@@ -99,6 +114,21 @@ class TrainConfig(_Record):
             raise SpecError(
                 f'dtype="{self.dtype}" with parallel.wrapper="ddp": DDP keeps one copy of the weights, in fp32',
                 hint='use parallel.wrapper="fsdp" for bf16 and fp16',
+            )
+        if self.parallel.heads_per_stage is not None and self.parallel.route != "upipe":
+            raise SpecError(
+                f"parallel.heads_per_stage={self.parallel.heads_per_stage} means nothing to route {self.parallel.route!r}",
+                hint='leave it out, or set parallel.route="upipe"',
+            )
+        if self.parallel.costs is not None and self.parallel.route != "auto":
+            raise SpecError(
+                f"parallel.costs={self.parallel.costs} means nothing to route {self.parallel.route!r}, which is chosen",
+                hint='leave it out, or set parallel.route="auto"',
+            )
+        if self.parallel.route == "upipe" and self.recompute != "none":
+            raise SpecError(
+                f'recompute="{self.recompute}" with route "upipe", which computes attention again in backward by itself',
+                hint='set recompute="none", or another route',
             )
         if self.optim.warmup_steps > self.steps:
             raise SpecError(

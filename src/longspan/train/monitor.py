@@ -24,11 +24,12 @@ from longspan.train.step import StepResult
 
 @dataclass(frozen=True)
 class RankUsage:
-    """One rank's share of a step. Bytes are those of attention; pairs count per head and batch row, backward included."""
+    """One rank's share of a step. Bytes are those of attention; pairs count per batch row and as on all heads, backward
+    included."""
 
     rank: int
     peak_memory_bytes: int
-    pairs: int
+    pairs: float
     bytes_sent: int
     bytes_received: int
     attention_seconds: float
@@ -47,7 +48,7 @@ def measure(rank: int, calls: Sequence[Call]) -> RankUsage:
         sum(call.pairs for call in calls),
         sum(call.bytes_sent for call in calls),
         sum(call.bytes_received for call in calls),
-        sum(call.seconds_total or 0.0 for call in calls),
+        sum(call.seconds_total for call in calls),
         sum(call.seconds_waiting or 0.0 for call in calls),
     )
 

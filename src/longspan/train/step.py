@@ -18,9 +18,11 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from longspan.attention.context import ContextParallel
+from longspan.attention.context import Sequence as Sharded
+from longspan.attention.staged import Projections, Transform
 from longspan.data import Batch
-from longspan.model import Decoder, mean_loss_scale
-from longspan.plan import Mask
+from longspan.model import Attend, Decoder, SelfAttention, WholeLayer, mean_loss_scale
+from longspan.plan import STAGED, Costs, Mask
 from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
@@ -52,8 +54,11 @@ class TrainStep:
             layout=parallel.layout,
             route=parallel.route,
             heads=heads,
+            inner=parallel.inner,
             kernel=parallel.kernel,
+            wire_dtype=parallel.wire_dtype,
             slots_multiple_of=parallel.slots_multiple_of,
+            costs=None if parallel.costs is None else Costs.load(parallel.costs),
         )
         self.dp_group = mesh["dp"].get_group()
         world = dist.group.WORLD
@@ -95,10 +100,21 @@ class TrainStep:
             loss: torch.Tensor = self.module(
                 local["input_ids"],
                 local["position_ids"],
-                lambda q, k, v, mask: sequence.attention(q, k, v, mask=mask),
+                self._attend(sequence),
                 labels=local["labels"],
             )
         return loss
+
+    def _attend(self, sequence: Sharded) -> Attend:
+        if self.cp.route != STAGED:
+            return lambda q, k, v, mask: sequence.attention(q, k, v, mask=mask)
+        heads_per_stage = self.config.parallel.heads_per_stage
+
+        def run(x: torch.Tensor, layer: SelfAttention, rotate: Transform, mask: str) -> torch.Tensor:
+            maps = projections_of(layer, rotate)
+            return sequence.projected_attention(x, maps, mask=mask, heads_per_stage=heads_per_stage)
+
+        return WholeLayer(run)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | None]) -> float:
@@ -133,6 +149,19 @@ def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
     """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
     windows = {name: None if name == "full" else int(name.removeprefix("window-")) for name in names}
     return {name: Mask.documents(batch.lengths, window=window) for name, window in windows.items()}
+
+
+def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
+    """A layer's maps round attention, with QK-norm and rotary embedding, for the route that stages heads."""
+
+    def on(norm: nn.Module | None) -> Transform:
+        return rotate if norm is None else lambda heads: rotate(norm(heads))
+
+    return Projections(
+        layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight, layer.o_proj.weight, layer.head_dim,
+        on_q=on(layer.q_norm), on_k=on(layer.k_norm),
+        used=tuple(norm.weight for norm in (layer.q_norm, layer.k_norm) if norm is not None),
+    )  # fmt: skip
 
 
 def wrap(model: Decoder, everyone: DeviceMesh, config: TrainConfig) -> nn.Module:

@@ -36,7 +36,7 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
         batches = [next(loader) for _ in range(config.accumulation * (config.parallel.dp or 1))]
         targets = max(sum(batch.num_targets for batch in batches), 1)
         optimizer.zero_grad()
-        loss = sum(_backward(model, batch, config.dtype, scale.value / targets) for batch in batches)
+        loss = sum(_backward(model, batch, config, scale.value / targets) for batch in batches)
         if step == 0:
             named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             Evidence.write_gradients(gradients, {name: grad / scale.value for name, grad in named.items()})
@@ -48,18 +48,19 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
     return Evidence(losses, norms, inputs, gradients)
 
 
-def _backward(model: Decoder, batch: Batch, dtype: str, factor: float) -> float:
+def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float) -> float:
     """Add the gradients of `factor` times the loss sum of a row; returns that sum.
 
     For bf16 and fp16 a copy in that type computes, and its gradients are added to those of the fp32 weights.
     """
+    dtype, wire_dtype = config.dtype, config.parallel.wire_dtype
     if dtype not in ("bf16", "fp16"):
-        loss = loss_sum(model, batch)
+        loss = loss_sum(model, batch, wire_dtype)
         (loss * factor).backward()
         return float(loss.detach())
     low = Decoder(model.config).to(DTYPES[dtype])
     low.load_state_dict(model.state_dict())
-    loss = loss_sum(low, batch)
+    loss = loss_sum(low, batch, wire_dtype)
     (loss * factor).backward()
     for wide, narrow in zip(model.parameters(), low.parameters(), strict=True):
         if narrow.grad is not None:
@@ -67,12 +68,13 @@ def _backward(model: Decoder, batch: Batch, dtype: str, factor: float) -> float:
     return float(loss.detach())
 
 
-def loss_sum(model: Decoder, batch: Batch) -> Tensor:
-    """Sum of the losses of a whole row, attention by plain SDPA within each document."""
+def loss_sum(model: Decoder, batch: Batch, wire_dtype: str | None = None) -> Tensor:
+    """Sum of the losses of a whole row, attention by plain SDPA within each document, to keys and values as `wire_dtype`
+    rounds them."""
     tensors = batch.tensors()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
-        return attend_documents(q, k, v, batch.lengths, mask)
+        return attend_documents(q, rounded(k, wire_dtype), rounded(v, wire_dtype), batch.lengths, mask)
 
     return model(tensors["input_ids"], tensors["position_ids"], attend, labels=tensors["labels"])
 
@@ -95,3 +97,20 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], ma
             )
         )
     return torch.cat(outs, dim=2)
+
+
+def rounded(x: Tensor, wire_dtype: str | None) -> Tensor:
+    """`x (B, K, S, D)` with its elements rounded to bf16, or to fp8 (e4m3) under a power of two for every 32 of a row, which
+    brings the greatest to 256 or more. The gradient passes as if nothing had been rounded."""
+    if wire_dtype is None:
+        return x
+    with torch.no_grad():
+        if wire_dtype == "bf16":
+            near = x.to(torch.bfloat16).to(x.dtype)
+        else:
+            blocks = F.pad(x, (0, -x.shape[3] % 32)).unflatten(3, (-1, 32)).float()
+            largest = blocks.abs().amax(4, keepdim=True).clamp(min=2.0**-118)
+            power = torch.exp2(largest.log2().floor() - 8)
+            near = ((blocks / power).clamp(-448, 448).to(torch.float8_e4m3fn).float() * power).flatten(3)
+            near = near[..., : x.shape[3]].to(x.dtype)
+    return x + (near - x).detach()

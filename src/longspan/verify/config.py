@@ -5,7 +5,7 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
 from longspan.spec import SpecError
-from longspan.train.config import Dtype, LayoutName, Positive
+from longspan.train.config import Dtype, LayoutName, Positive, RouteName, WireDtype
 
 T = TypeVar("T")
 
@@ -17,12 +17,14 @@ def _check_some(values: tuple[T, ...]) -> tuple[T, ...]:
 
 
 class VerifyConfig(BaseModel):
-    """The cases of a verification: every degree x layout x type."""
+    """The cases of a verification: every degree x layout x route x type x type on the wire."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     cp: Annotated[tuple[Positive, ...], AfterValidator(_check_some)] = (2,)
     layouts: Annotated[tuple[LayoutName, ...], AfterValidator(_check_some)] = ("zigzag",)
+    routes: Annotated[tuple[RouteName, ...], AfterValidator(_check_some)] = ("ring",)
+    wire_dtypes: Annotated[tuple[WireDtype | None, ...], AfterValidator(_check_some)] = (None,)
     dtypes: Annotated[tuple[Dtype, ...], AfterValidator(_check_some)] = ("fp64", "fp32")
     steps: Positive = 2
     """Optimizer steps to replay; gradients are compared at the first, losses and gradient norms at each."""

@@ -2,6 +2,7 @@
 
 fp64, fp32    losses, gradient norms and every gradient equal those of CP=1 to a fixed relative error
 bf16, fp16    the error against CP=1 in fp32 is at most twice that of CP=1 in the same type, plus rounding noise
+wire_dtype    the error against CP=1 is at most twice that of CP=1 with all keys and values rounded as on the wire, plus noise
 
 Rounding errors of bf16 and fp16 are random: of a gradient their norm says more than the greatest, and what AdamW makes of them
 in later steps shows in the loss alone. So there a gradient's error is that of its norm, and the norm of all is the first step's.
@@ -13,12 +14,13 @@ from dataclasses import dataclass
 
 import torch
 
+from longspan.train.config import TrainConfig
 from longspan.verify.evidence import Evidence
 
 EXACT = {"fp64": 1e-9, "fp32": 1e-4}
 """Relative error allowed to a gradient, as a tensor: greatest difference over greatest entry. To losses and norms too."""
 
-NOISE = {"bf16": 2.0**-8, "fp16": 2.0**-11}
+NOISE = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
 """Half the spacing of the type at 1: what two correct orders of summation may differ by, beyond twice the baseline's error."""
 
 
@@ -29,7 +31,9 @@ class Verdict:
 
     cp: int
     layout: str
+    route: str
     dtype: str
+    wire_dtype: str | None
     loss: float
     grad_norm: float
     loss_error: float
@@ -44,28 +48,34 @@ class Verdict:
     passed: bool
 
 
-def judge(cp: int, layout: str, dtype: str, seen: Evidence, baseline: Evidence, exact: Evidence) -> Verdict:
-    """`baseline` is CP=1 in the same type, `exact` CP=1 in at least fp32 (for fp64 and fp32 the baseline itself)."""
-    judged, order = (None, math.inf) if dtype in EXACT else (1, 2)
+def judge(case: TrainConfig, seen: Evidence, baseline: Evidence, exact: Evidence) -> Verdict:
+    """`baseline` is CP=1 in the same type, its keys and values rounded if those of `case` are on the wire; `exact` is CP=1 in
+    at least fp32, unrounded (for fp64 and fp32 that is the baseline itself, unless it rounds)."""
+    dtype, parallel = case.dtype, case.parallel
+    equal = dtype in EXACT and parallel.wire_dtype is None
+    judged, order = (None, math.inf) if equal else (1, 2)
+    noise = max(NOISE.get(dtype, 0.0), NOISE.get(parallel.wire_dtype or "", 0.0))
     losses = _errors(seen.losses, exact.losses)
     norms = _errors(seen.grad_norms, exact.grad_norms)[:judged]
     gradients = gradient_errors(seen.read_gradients(), exact.read_gradients(), order)
-    if dtype in EXACT:
+    if equal:
         loss_tolerance = norm_tolerance = EXACT[dtype]
         allowed = dict.fromkeys(gradients, EXACT[dtype])
     else:
-        loss_tolerance = 2 * max(_errors(baseline.losses, exact.losses)) + NOISE[dtype]
-        norm_tolerance = 2 * max(_errors(baseline.grad_norms, exact.grad_norms)[:judged]) + NOISE[dtype]
+        loss_tolerance = 2 * max(_errors(baseline.losses, exact.losses)) + noise
+        norm_tolerance = 2 * max(_errors(baseline.grad_norms, exact.grad_norms)[:judged]) + noise
         own = gradient_errors(baseline.read_gradients(), exact.read_gradients(), order)
-        allowed = {name: 2 * error + NOISE[dtype] for name, error in own.items()}
+        allowed = {name: 2 * error + noise for name, error in own.items()}
     # A baseline that overflowed would allow anything: only what is finite passes.
     tolerances = (loss_tolerance, norm_tolerance, *allowed.values())
     # The worst is the one that uses most of what it is allowed; a tensor that CP=1 lacks is allowed nothing.
     worst = max(gradients, key=lambda name: gradients[name] / allowed.get(name, 1e-300))
     return Verdict(
-        cp=cp,
-        layout=layout,
+        cp=parallel.cp,
+        layout=parallel.layout,
+        route=parallel.route,
         dtype=dtype,
+        wire_dtype=parallel.wire_dtype,
         loss=seen.losses[0],
         grad_norm=seen.grad_norms[0],
         loss_error=max(losses),

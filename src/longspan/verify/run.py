@@ -22,32 +22,50 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
     does not allow raises before any is run.
     """
     replays = [
-        _with(config, dtype=dtype, parallel=_with(config.parallel, cp=cp, layout=layout))
+        _with(
+            config,
+            dtype=dtype,
+            parallel=_with(config.parallel, cp=cp, layout=layout, **_route(config, route), wire_dtype=wire_dtype),
+        )
         for dtype in cases.dtypes
+        for wire_dtype in cases.wire_dtypes
         for cp in cases.cp
         for layout in cases.layouts
+        for route in cases.routes
     ]
     prepare_corpus(config)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder:
         files = _Files(Path(folder))
-        baselines: dict[str, Evidence] = {}
+        baselines: dict[tuple[str, str | None], Evidence] = {}
 
-        def baseline(dtype: str) -> Evidence:
-            if dtype not in baselines:
-                told(f"cp=1 {dtype}")
-                changed = _with(config, dtype=dtype)
-                baselines[dtype] = launch(run_baseline, (changed, cases.steps, files.next()), 1)
-            return baselines[dtype]
+        def baseline(dtype: str, wire_dtype: str | None) -> Evidence:
+            if (dtype, wire_dtype) not in baselines:
+                told(f"cp=1 {dtype}{_rounded(wire_dtype)}")
+                parallel = _with(config.parallel, cp=1, route="ring", inner=None, heads_per_stage=None, costs=None)
+                changed = _with(config, dtype=dtype, parallel=_with(parallel, wire_dtype=wire_dtype))
+                baselines[dtype, wire_dtype] = launch(run_baseline, (changed, cases.steps, files.next()), 1)
+            return baselines[dtype, wire_dtype]
 
         for replay in replays:
-            dtype, cp, layout = replay.dtype, replay.parallel.cp, replay.parallel.layout
-            own, exact = baseline(dtype), baseline(dtype if dtype in EXACT else "fp32")
-            told(f"cp={cp} {layout} {dtype}")
-            ranks = cp * (replay.parallel.dp or 1)
+            dtype, parallel = replay.dtype, replay.parallel
+            own, exact = baseline(dtype, parallel.wire_dtype), baseline(dtype if dtype in EXACT else "fp32", None)
+            told(f"cp={parallel.cp} {parallel.layout} {parallel.route} {dtype}{_rounded(parallel.wire_dtype)}")
+            ranks = parallel.cp * (parallel.dp or 1)
             seen = launch(replay_and_leave, (replay, cases.steps, files.next()), ranks)
-            verdicts.append(judge(cp, layout, dtype, seen, own, exact))
+            verdicts.append(judge(replay, seen, own, exact))
     return verdicts
+
+
+def _route(config: TrainConfig, route: str) -> dict[str, Any]:
+    """The configuration's own route with its options, or another one without them."""
+    if route == config.parallel.route:
+        return {}
+    return {"route": route, "inner": None, "heads_per_stage": None, "costs": None}
+
+
+def _rounded(wire_dtype: str | None) -> str:
+    return "" if wire_dtype is None else f", {wire_dtype} on the wire"
 
 
 class _Files:

@@ -1,0 +1,1 @@
+"""longspan beside its peers: `python -m benchmarks.peers`."""

@@ -1,0 +1,95 @@
+"""longspan and its peers beside SDPA on the same inputs, in an environment of the benchmark's own.
+
+    python -m benchmarks.peers [--repeats 7] [--markdown docs/reference/peers.md] [--plot docs/reference/peers.png]
+
+`.venv-peers` is made from requirements/peers.txt when it is missing or that file has changed. Two ranks of one thread beside
+one process of two threads that runs SDPA. A contender is compared with SDPA's outputs and gradients first; one that is wrong is
+reported and not timed.
+"""
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.parent
+ENVIRONMENT = ROOT / ".venv-peers"
+REQUIREMENTS = ROOT / "requirements" / "peers.txt"
+TORCH = "torch==2.13.0"
+
+
+def enter_environment() -> None:
+    """Make the environment if need be, and go on in it: the process is replaced unless it runs there already."""
+    if Path(sys.prefix) == ENVIRONMENT:
+        return
+    python, stamp = ENVIRONMENT / "bin" / "python", ENVIRONMENT / ".installed"
+    wanted = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        print(f"making {ENVIRONMENT.name} from {REQUIREMENTS.relative_to(ROOT)}", file=sys.stderr, flush=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
+        # torch is named beside the file, so that no peer's own requirement picks another build of it.
+        pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        subprocess.run([*pip, TORCH, "-r", REQUIREMENTS], check=True)
+        stamp.write_text(wanted)
+    # longspan is read from the sources, so that the environment does not change with it.
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(paths),
+        "DS_ACCELERATOR": "cpu",
+        "KINETO_LOG_LEVEL": "99",  # the profiler would say twice per contender that it ran
+        # DeepSpeed compiles an operator when its communication starts: beside it, not in the user's home.
+        "TORCH_EXTENSIONS_DIR": str(ENVIRONMENT / "extensions"),
+    }
+    os.execve(python, [str(python), "-m", "benchmarks.peers", *sys.argv[1:]], environment)
+
+
+def run() -> None:
+    import click
+
+    from benchmarks.harness import FOREIGN_LIMIT, save
+    from benchmarks.peers.cases import make_cases
+    from benchmarks.peers.measure import Limits, measure
+    from benchmarks.peers.show import as_markdown, as_table, draw, write_markdown
+    from longspan.comm.launch import launch
+
+    file = click.Path(path_type=Path, dir_okay=False)
+
+    @click.command(help=__doc__)
+    @click.option("--seq-len", default=8192, show_default=True)
+    @click.option("--window", default=1024, show_default=True)
+    @click.option("--repeats", default=7, show_default=True, help="Pairs to keep per contender.")
+    @click.option("--most", default=20, show_default=True, help="Pairs to try at most.")
+    @click.option(
+        "--foreign", default=FOREIGN_LIMIT, show_default=True, help="Drop pairs in which other programs used more."
+    )
+    @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
+    @click.option("--only", default="", help="Inputs whose name holds this.")
+    @click.option("--peer", default="", help="Peers whose name holds this; longspan's routes stay.")
+    @click.option("--json", "record", type=file)
+    @click.option("--markdown", type=file, help="Write the tables: between the marks of a page that has them.")
+    @click.option("--plot", type=file)
+    def main(
+        seq_len: int, window: int, repeats: int, most: int, foreign: float, dtype: str, only: str, peer: str,
+        record: Path | None, markdown: Path | None, plot: Path | None,
+    ) -> None:  # fmt: skip
+        cases = [case for case in make_cases(seq_len, window, dtype) if only in case.name]
+        if not cases:
+            names = ", ".join(repr(case.name) for case in make_cases(seq_len, window, dtype))
+            raise click.UsageError(f"no input's name holds {only!r}; there are {names}")
+        with tempfile.TemporaryDirectory() as folder:
+            reports = launch(measure, (cases, Limits(repeats, most, foreign=foreign), peer, Path(folder)), 3)
+        as_table(reports)
+        save(record, reports)
+        if markdown:
+            write_markdown(as_markdown(reports), markdown)
+        if plot:
+            draw(reports, plot)
+
+    main(prog_name="python -m benchmarks.peers")
+
+
+if __name__ == "__main__":
+    enter_environment()
+    run()

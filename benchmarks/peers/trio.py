@@ -1,0 +1,81 @@
+"""Three processes: two ranks whose whole world is their group of two, and one for SDPA, who sleeps while they are measured.
+
+Some peers use the default group whatever group they are given. So the ranks' default group is the two of them, and what joins
+all three is a group that no peer can find.
+"""
+
+import os
+import pickle
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.harness import Usage, foreign_share
+
+BASELINE = 2
+"""The process that runs SDPA; 0 and 1 are the ranks."""
+RANKS = 2
+_TIMEOUT = timedelta(minutes=10)
+
+
+class Trio:
+    """This process among the three. Every method is called by all of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.rank = int(os.environ["RANK"])
+        self.is_baseline = self.rank == BASELINE
+        self._store = dist.FileStore(str(folder / "trio"), 3)
+        self._store.set_timeout(_TIMEOUT)
+        self._calls = 0
+        self._group = dist.ProcessGroupGloo(dist.PrefixStore("trio", self._store), self.rank, 3, _TIMEOUT)
+        torch.set_num_threads((os.cpu_count() or 1) if self.is_baseline else 1)
+        if not self.is_baseline:
+            os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
+            store = dist.FileStore(str(folder / "ranks"), RANKS)
+            dist.init_process_group("gloo", store=store, rank=self.rank, world_size=RANKS, timeout=_TIMEOUT)
+
+    def close(self) -> None:
+        self._group.barrier().wait()
+        if not self.is_baseline:
+            dist.destroy_process_group()
+
+    def gather(self, value: Any) -> list[Any]:
+        """The three processes' values."""
+        self._calls += 1
+        self._store.set(f"{self._calls}/{self.rank}", pickle.dumps(value))
+        return [pickle.loads(self._store.get(f"{self._calls}/{rank}")) for rank in range(3)]
+
+    def from_baseline(self, x: torch.Tensor) -> torch.Tensor:
+        self._group.broadcast(x, BASELINE).wait()
+        return x
+
+    def pair(self, sides: tuple[Callable | None, Callable | None], flipped: bool) -> tuple[tuple[float, float], float]:
+        """Seconds of two sides that run one after the other, the second first if `flipped`; and what other programs used.
+
+        A side is None in a process that takes no part in it. Its seconds are those of its slowest process.
+        """
+        before, began = Usage.now(), time.perf_counter()
+        seconds = torch.zeros(2, dtype=torch.float64)
+        for side in (1, 0) if flipped else (0, 1):
+            self._group.barrier().wait()
+            run = sides[side]
+            if run is not None:
+                if not self.is_baseline:
+                    dist.barrier()
+                start = time.perf_counter()
+                run()
+                seconds[side] = time.perf_counter() - start
+            self._group.barrier().wait()
+        share = foreign_share(before, time.perf_counter() - began, lambda x: self._reduce(x, dist.ReduceOp.SUM))
+        self._reduce(seconds, dist.ReduceOp.MAX)
+        return (float(seconds[0]), float(seconds[1])), share
+
+    def _reduce(self, x: torch.Tensor, op: dist.ReduceOp) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        self._group.allreduce([x], options).wait()

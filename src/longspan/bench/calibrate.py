@@ -1,0 +1,135 @@
+"""What work and traffic cost on the ranks at hand, measured: the constants by which `route="auto"` weighs routes.
+
+message       a hop to the next rank and one from the rank before, of 1 KiB and of some MiB
+all-to-all    the same among all ranks
+tile          a full tile forward, of several sizes; and a tile so small that only the call costs
+"""
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from longspan.attention.kernel import choose_kernel
+from longspan.comm.groups import ranks_per_node, wire_device
+from longspan.comm.hops import Hop
+from longspan.comm.launch import join_world, launch, leave_world, under_torchrun
+from longspan.comm.traffic import call
+from longspan.plan import Costs, Shape
+from longspan.spec import SpecError
+
+Tensor = torch.Tensor
+
+_SMALL, _REPEATS = 1 << 10, 5
+_TILE_ROWS = (128, 512, 2048)
+_HEADS = 4
+
+
+def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16) -> Costs | None:
+    """Measure on this world if a launcher made one, else on `ranks` new processes. Only rank 0 gets the result."""
+    if under_torchrun():
+        return _measure_and_leave(head_dim, dtype, mebibytes)
+    return launch(_measure_and_leave, (head_dim, dtype, mebibytes), ranks)
+
+
+def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_bytes: int) -> Costs:
+    """The costs in `group`, the same on every rank: the slowest rank's. Collective."""
+    rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), wire_device(group)
+    if ranks == 1:
+        raise SpecError("one rank sends nothing that could be measured", hint="start at least two ranks")
+    tiles = {rows: _tile_seconds(rows, head_dim, dtype, device) for rows in (1, *_TILE_ROWS)}
+    tiles = {rows: _slowest(group, seconds) for rows, seconds in tiles.items()}
+    overhead = tiles.pop(1)
+    work = {rows: max(seconds - overhead, seconds / 2) for rows, seconds in tiles.items()}
+    costs = Costs(
+        head_dim=head_dim,
+        itemsize=dtype.itemsize,
+        tile_speed=tuple((rows, 4.0 * rows * rows * head_dim * _HEADS / seconds) for rows, seconds in work.items()),
+        tile_overhead=overhead,
+        source=f"measured on {ranks} ranks",
+    )
+    following = [(1, "message")]
+    node = ranks_per_node(group)
+    if node is not None and node < ranks:
+        following.append((node, "node"))
+    values = {}
+    for shift, name in following:
+
+        def hop(size: int, shift: int = shift) -> Callable[[], None]:
+            peers = (rank + shift) % ranks, (rank - shift) % ranks
+            return _hop(group, [peers[0]], [peers[1]], size, device, collective=False)
+
+        values[f"{name}_latency"], values[f"{name}_bandwidth"] = _line(group, hop, num_bytes)
+    values.pop("node_latency", None)
+    values.setdefault("node_bandwidth", values["message_bandwidth"])
+    others = [peer for peer in range(ranks) if peer != rank]
+    values["all_to_all_latency"], values["all_to_all_bandwidth"] = _line(
+        group, lambda size: _hop(group, others, others, size // len(others), device, collective=True), num_bytes
+    )
+    return Costs(**{**vars(costs), **values})
+
+
+def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int) -> Costs | None:
+    join_world(1, None, timedelta(minutes=5))
+    try:
+        group = dist.group.WORLD
+        assert group is not None, "the world was just joined"
+        costs = measure(group, head_dim, dtype, mebibytes << 20)
+        return costs if dist.get_rank() == 0 else None
+    finally:
+        leave_world()
+
+
+def _line(
+    group: dist.ProcessGroup, exchange: Callable[[int], Callable[[], None]], num_bytes: int
+) -> tuple[float, float]:
+    """Latency and bandwidth of what `exchange(size)` does, from a small and a large size."""
+    small, large = (_slowest(group, _seconds(exchange(size), group)) for size in (_SMALL, num_bytes))
+    return small, (num_bytes - _SMALL) / max(large - small, 1e-9)
+
+
+def _hop(
+    group: dist.ProcessGroup, to: list[int], by: list[int], size: int, device: torch.device, collective: bool
+) -> Callable[[], None]:
+    sends = [(peer, torch.zeros(max(size, 1), dtype=torch.uint8, device=device)) for peer in to]
+    receives = [(peer, torch.zeros(max(size, 1), dtype=torch.uint8, device=device)) for peer in by]
+
+    def run() -> None:
+        with call("forward", "calibrate", "", dist.get_rank(group), device) as meter:
+            Hop(list(sends), list(receives)).post(group, meter, collective).wait(meter)
+
+    return run
+
+
+def _tile_seconds(rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> float:
+    q, k, v = (torch.randn(1, _HEADS, rows, head_dim, device=device).to(dtype) for _ in range(3))
+    kernel, shape = choose_kernel("auto", q, k, v), Shape(rows, rows, 1 - rows, rows - 1)
+    return _seconds(lambda: kernel.forward(q, k, v, shape, 0.1), None, device)
+
+
+def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device | None = None) -> float:
+    """The least of a few runs, the first of which only warms up."""
+    best = float("inf")
+    run()
+    for _ in range(_REPEATS):
+        if group is not None:
+            dist.barrier(group)
+        _finish(device)
+        began = time.perf_counter()
+        run()
+        _finish(device)
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+def _finish(device: torch.device | None) -> None:
+    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+        torch.cuda.synchronize()
+
+
+def _slowest(group: dist.ProcessGroup, seconds: float) -> float:
+    value = torch.tensor([seconds], dtype=torch.float64, device=wire_device(group))
+    dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
+    return float(value)

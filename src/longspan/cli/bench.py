@@ -1,0 +1,68 @@
+"""`longspan bench`: measure. `calibrate` writes what work and traffic cost on this cluster."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from longspan.bench.calibrate import calibrate as run_calibration
+from longspan.cli.errors import friendly
+from longspan.cli.options import spinner
+from longspan.plan import Costs
+from longspan.train.model import DTYPES
+from longspan.train.monitor import json_line
+
+
+@click.group()
+def bench() -> None:
+    """Measure longspan on this machine or cluster."""
+
+
+@bench.command()
+@click.option(
+    "--ranks",
+    type=click.IntRange(min=2),
+    default=2,
+    show_default=True,
+    help="Ranks to start here; under torchrun its own are taken.",
+)
+@click.option("--head-dim", default=64, show_default=True)
+@click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32", show_default=True)
+@click.option("--mebibytes", default=16, show_default=True, help="Size of a large message.")
+@click.option("--output", type=click.Path(path_type=Path), default=Path("costs.json"), show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
+@friendly
+def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, output: Path, as_json: bool) -> None:
+    """Measure messages, all-to-all and tiles between the ranks at hand, for route "auto".
+
+    \b
+        longspan bench calibrate --ranks 4 --output costs.json
+        longspan train run.toml --set parallel.route=auto --set parallel.costs=costs.json
+        longspan plan --seq-len 8k --cp 4 --heads 8/2 --route auto --costs costs.json
+    """
+    with spinner(as_json) as told:
+        told("measuring")
+        costs = run_calibration(ranks, head_dim, DTYPES[dtype], mebibytes)
+    if costs is None:
+        return
+    costs.save(output)
+    if as_json:
+        click.echo(json_line(asdict(costs)))
+        return
+    console = Console(highlight=False)
+    console.print(_table(costs))
+    console.print(f"written to {output}")
+
+
+def _table(costs: Costs) -> Table:
+    table = Table(title=costs.source, title_justify="left", box=None, show_header=False)
+    for name in ("message", "all_to_all"):
+        latency, bandwidth = getattr(costs, f"{name}_latency"), getattr(costs, f"{name}_bandwidth")
+        table.add_row(name.replace("_", "-"), f"{bandwidth / 1e9:.3g} GB/s", f"{latency * 1e6:.0f} us")
+    table.add_row("between nodes", f"{costs.node_bandwidth / 1e9:.3g} GB/s", "")
+    for rows, speed in costs.tile_speed:
+        table.add_row(f"tile of {rows:,} rows", f"{speed / 1e9:.3g} GFLOP/s", "")
+    table.add_row("a tile's call", "", f"{costs.tile_overhead * 1e6:.0f} us")
+    return table

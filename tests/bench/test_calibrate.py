@@ -1,0 +1,72 @@
+"""Measured costs: plausible, the same on every rank, kept in a file that plans read."""
+
+import json
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from longspan.bench.calibrate import measure
+from longspan.cli.main import main
+from longspan.plan import Costs, Layout, Mask, plan_attention
+from longspan.spec import SpecError
+from tests.ranks import run_ranks
+
+
+def _measure(group, rank):
+    return measure(group, head_dim=16, dtype=torch.float32, num_bytes=1 << 20)
+
+
+@pytest.mark.parametrize("P", [2, 3])
+def test_costs_of_ranks_at_hand(P, tmp_path):
+    costs = run_ranks(P, _measure)
+    assert len(set(costs)) == 1
+    found = costs[0]
+    assert (found.head_dim, found.itemsize, found.source) == (16, 4, f"measured on {P} ranks")
+    for value in (found.message_latency, found.all_to_all_latency, found.tile_overhead):
+        assert 1e-7 < value < 1
+    for value in (
+        found.message_bandwidth,
+        found.all_to_all_bandwidth,
+        found.node_bandwidth,
+        *dict(found.tile_speed).values(),
+    ):
+        assert 1e6 < value < 1e13
+    assert [rows for rows, _ in found.tile_speed] == [128, 512, 2048]
+    found.save(tmp_path / "costs.json")
+    assert Costs.load(tmp_path / "costs.json") == found
+    plan = plan_attention(Layout.zigzag(64, 4), Mask.causal(64), "auto", (4, 4), costs=found)
+    assert found.source in plan.reason
+
+
+def test_one_rank_has_nothing_to_measure():
+    with pytest.raises(SpecError, match="one rank sends nothing"):
+        run_alone()
+
+
+def run_alone():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return _measure(dist.group.WORLD, 0)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"tile_speed": [[1, 2.0]], "color": 1}'])
+def test_a_file_that_holds_something_else(tmp_path, text):
+    path = tmp_path / "costs.json"
+    path.write_text(text)
+    with pytest.raises(SpecError, match="holds no measured costs"):
+        Costs.load(path)
+    with pytest.raises(SpecError, match="cannot read"):
+        Costs.load(tmp_path / "missing.json")
+
+
+def test_the_command(tmp_path):
+    path = tmp_path / "costs.json"
+    done = CliRunner().invoke(main, ["bench", "calibrate", "--mebibytes", "1", "--output", str(path), "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout) == json.loads(path.read_text())
+    assert CliRunner().invoke(main, ["bench", "calibrate", "--ranks", "1"]).exit_code == 2
