@@ -109,6 +109,7 @@ def shards(plan, rank):
     return here / slots, packed / slots, home / slots
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("route", ["exchange", "allgather"])
 def test_peak_where_rows_come_straight(route, dtype):
@@ -126,6 +127,7 @@ def test_peak_where_rows_come_straight(route, dtype):
         assert m["backward"] <= may, (rank, "backward", m, may)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_peak_where_heads_are_exchanged(dtype):
     """A quarter of the heads of all rows weigh what all heads of a quarter of the rows do: as much as local tensors."""

@@ -41,7 +41,7 @@ QUICK = [(P, r, n) for P in (1, 2, 3, 4) for r, n in factorisations(ONE_LEVEL + 
 QUICK += [(P, r, n) for P in (5, 6, 8) for r, n in factorisations((*ONE_LEVEL, "usp"), P, proper=True)]
 
 
-@pytest.mark.parametrize("P", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("P", [1, 2, 3, 4, 5, *(pytest.param(P, marks=pytest.mark.slow) for P in (6, 8))])
 def test_routes(P):
     cases = [case for degree, r, n in QUICK if degree == P for case in routed(r, n, P, LENGTHS[P], every_layout=False)]
     assert len(cases) >= 9 * 4

@@ -150,7 +150,7 @@ def measured_routes(P) -> list[tuple[str, int | None]]:
     return [(route, n) for route in routes for n in inners_of(route, P) if n is None or 1 < n < P or P == 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("P", [2, 3, 4])
 def test_messages_and_kernel_calls_are_those_of_the_plan(P, dtype):
     S, heads = 300, (12, 6)

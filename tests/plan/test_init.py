@@ -20,7 +20,7 @@ assert not heavy, heavy
 
 def test_all_names_exist_and_are_sorted():
     assert package.__all__ == [
-        "AUTO", "ROUTES", "STAGED", "WIRE_DTYPES", "Costs", "HeadShare", "HeadStage", "Layout", "Mask", "Phase", "Plan",
+        "AUTO", "ROUTES", "STAGED", "WIRE_DTYPES", "Costs", "HeadShare", "HeadStage", "Layout", "Mask", "Phase", "Place", "Plan",
         "RankPlan", "Runs", "Shape", "Stage", "Step", "Tile", "Transfer", "check_heads", "check_route", "check_wire_dtype",
         "head_stages", "plan_attention", "share_of_heads", "spans_of",
     ]  # fmt: skip

@@ -94,6 +94,7 @@ def run_backward(
         dq, dk, dv, dsink = differentiate_rows(
             share, kernel, dout, (q, k, v), out, lse, own_sink, scale, meter, partial
         )
+        del dout
         dq, dk, dv = exchange.back([dq], [dk, dv], q.dtype)
         return dq, dk, dv, dsink if sink is None else exchange.all_heads(dsink)
 

@@ -18,11 +18,11 @@ from longspan.attention.rows import Group
 from longspan.attention.wire import WIRES
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import Call
-from longspan.plan import HeadShare, RankPlan, Shape, Tile
+from longspan.plan import HeadShare, Place, RankPlan, Shape, Tile
 
 Tensor = torch.Tensor
-Parts = list[list[Tensor]]
-"""For every member a piece of every tensor."""
+Parts = list[list[list[Tensor]]]
+"""For every member and tensor its pieces, `(B, heads, rows, D)` each."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,18 @@ class HeadExchange:
         """`(B, heads, T, D)` of this rank's slots -> `(B, this member's heads, R, D)`; tensors with query or with KV heads."""
         share = self.share
         live = share.tokens[share.member]
-        results = [x.new_empty(x.shape[0], self._size(x.shape[1]), share.rows, x.shape[3]) for x in tensors]
-        leaving = [[x[:, slice(*self._runs(x.shape[1])[m]), :live] for x in tensors] for m in self._all]
-        shapes = [[(*y.shape[:2], share.tokens[m], y.shape[3]) for y in results] for m in self._all]
-        for member, parts in enumerate(self._travel(leaving, shapes)):
-            for result, part in zip(results, parts, strict=True):
+        leaving = [[[x[:, slice(*self._runs(x.shape[1])[m]), :live]] for x in tensors] for m in self._all]
+        sizes = [(x.shape[0], self._size(x.shape[1]), x.shape[3]) for x in tensors]
+        shapes = [[(B, heads, share.tokens[m], D) for B, heads, D in sizes] for m in self._all]
+        arrived = self._travel(tensors, leaving, shapes)
+        results = []
+        for n, (x, (B, heads, D)) in enumerate(zip(tensors, sizes, strict=True)):
+            result = x.new_empty(B, heads, share.rows, D)
+            for member in self._all:
+                (part,) = arrived[member][n]
                 for place in share.places[member]:
-                    _at(result, place.first, place.step, place.stop - place.start).copy_(
-                        part[:, :, place.start : place.stop]
-                    )
+                    _at(result, place).copy_(part[:, :, place.start : place.stop])
+            results.append(result)
         return results
 
     def back(self, query: Sequence[Tensor], kv: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -71,24 +74,27 @@ class HeadExchange:
         """
         share, tensors = self.share, [*query, *kv]
         live = share.tokens[share.member]
-        all_runs = [share.query] * len(query) + [share.kv] * len(kv)
-        leaving = [[self._rows_of(m, x) for x in tensors] for m in self._all]
+        heads = [share.query] * len(query) + [share.kv] * len(kv)
+        leaving = [[[_at(x, place) for place in share.places[m]] for x in tensors] for m in self._all]
         shapes = [
-            [(x.shape[0], runs[m][1] - runs[m][0], live, x.shape[3]) for x, runs in zip(tensors, all_runs, strict=True)]
+            [(x.shape[0], runs[m][1] - runs[m][0], live, x.shape[3]) for x, runs in zip(tensors, heads, strict=True)]
             for m in self._all
         ]
+        arrived = self._travel(tensors, leaving, shapes)
         results = []
-        arrived = self._travel(leaving, shapes)
-        for n, (x, runs) in enumerate(zip(tensors, all_runs, strict=True)):
+        for n, (x, runs) in enumerate(zip(tensors, heads, strict=True)):
             summed = share.replicates and runs is share.kv
             wide = accumulation_dtype(dtype) if summed else dtype
             result = x.new_zeros(x.shape[0], runs[-1][1], self.slots, x.shape[3], dtype=wide)
-            for member, parts in enumerate(arrived):
-                target = result[:, slice(*runs[member]), :live]
-                if summed:
-                    target += parts[n]
-                else:
-                    target.copy_(parts[n])
+            for member in self._all:
+                row = 0
+                for part in arrived[member][n]:
+                    target = result[:, slice(*runs[member]), row : row + part.shape[2]]
+                    row += part.shape[2]
+                    if summed:
+                        target += part
+                    else:
+                        target.copy_(part)
             results.append(result.to(dtype))
         return results
 
@@ -113,29 +119,25 @@ class HeadExchange:
         start, stop = self._runs(heads)[self.share.member]
         return stop - start
 
-    def _rows_of(self, member: int, x: Tensor) -> Tensor:
-        """A member's rows of `x (B, heads, R, D)`, in the order of its slots: a view where they are one run."""
-        parts = [_at(x, p.first, p.step, p.stop - p.start) for p in self.share.places[member]]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, dim=2) if parts else x[:, :, :0]
-
-    def _travel(self, leaving: Parts, shapes: Sequence[Sequence[Sequence[int]]]) -> Parts:
-        """Give every other member its pieces and get theirs, shaped `shapes`; the own ones are returned as they are."""
+    def _travel(self, tensors: Sequence[Tensor], leaving: Parts, shapes: Sequence[Sequence[Sequence[int]]]) -> Parts:
+        """Give every other member its pieces of each tensor and get theirs, shaped `shapes`; the own ones come back as they
+        are. Pieces are runs of rows that follow each other."""
         share, own = self.share, self.share.member
         arrived: Parts = [list(pieces) for pieces in leaving]
         flights: list[Flight] = []
         others = [m for m in self._all if m != own]
-        for dtype in dict.fromkeys(x.dtype for x in leaving[own]) if others else ():
-            chosen = [n for n, x in enumerate(leaving[own]) if x.dtype == dtype]
-            going = _views(leaving[own][chosen[0]], [leaving[m][n].shape for m in others for n in chosen])
-            coming = _views(leaving[own][chosen[0]], [shapes[m][n] for m in others for n in chosen])
+        for dtype in dict.fromkeys(x.dtype for x in tensors) if others else ():
+            pairs = [(m, n) for m in others for n, x in enumerate(tensors) if x.dtype == dtype]
+            like = next(x for x in tensors if x.dtype == dtype)
+            going = _views(like, [_rows_together(leaving[m][n], shapes[own][n]) for m, n in pairs])
+            coming = _views(like, [shapes[m][n] for m, n in pairs])
             hop = Hop()
-            for index, (member, n) in enumerate((m, n) for m in others for n in chosen):
-                going[index].copy_(leaving[member][n])
-                arrived[member][n] = coming[index]
-                hop.sends.append((share.members[member], going[index]))
-                hop.receives.append((share.members[member], coming[index]))
+            for (member, n), out, into in zip(pairs, going, coming, strict=True):
+                if leaving[member][n]:
+                    torch.cat(leaving[member][n], dim=2, out=out)
+                arrived[member][n] = [into]
+                hop.sends.append((share.members[member], out))
+                hop.receives.append((share.members[member], into))
             flights.append(hop.post(self.group, self.meter, collective=True))
         for flight in flights:
             flight.wait(self.meter)
@@ -186,9 +188,16 @@ class GroupedKernel:
         return dq, dk, dv
 
 
-def _at(x: Tensor, first: int, step: int, rows: int) -> Tensor:
-    """Rows `first, first + step, ...` of `x (B, heads, R, D)`."""
-    return x[:, :, first : first + step * (rows - 1) + 1 : step] if rows else x[:, :, :0]
+def _at(x: Tensor, place: Place) -> Tensor:
+    """The rows of `x (B, heads, R, D)` at a place."""
+    rows = place.stop - place.start
+    return x[:, :, place.first : place.first + place.step * (rows - 1) + 1 : place.step]
+
+
+def _rows_together(pieces: Sequence[Tensor], like: Sequence[int]) -> tuple[int, ...]:
+    """The shape of runs of rows put together, `like` this one where there are none."""
+    B, heads, _, D = pieces[0].shape if pieces else like
+    return B, heads, sum(piece.shape[2] for piece in pieces), D
 
 
 def _views(like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Layouts, masks and routes, made into plans; counts of their work and traffic. No torch."""
 
 from longspan.plan.choose import Costs
-from longspan.plan.heads import HeadShare, HeadStage, head_stages
+from longspan.plan.heads import HeadShare, HeadStage, Place, head_stages
 from longspan.plan.layout import Layout, spans_of
 from longspan.plan.mask import Mask
 from longspan.plan.plan import Phase, Plan, check_heads, plan_attention, share_of_heads
@@ -20,6 +20,7 @@ __all__ = [
     "Layout",
     "Mask",
     "Phase",
+    "Place",
     "Plan",
     "RankPlan",
     "Runs",
