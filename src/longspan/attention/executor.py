@@ -105,8 +105,7 @@ def attend_rows(
     """Out and lse of the queries at hand over the rows that come by."""
     q, k, v = qkv
     result, lane = Output(q, v), Lane.on(q.device)
-    wire_dtype = None if share.work.heads else share.wire_dtype
-    for _, _, steps in arriving_rows(share.work, (k, v), wire_dtype, share.group, meter):
+    for _, _, steps in arriving_rows(share.work, (k, v), share.wire_dtype, share.group, meter):
         for step, (keys, values) in steps:
             for tile in _pieces(kernel, step.tiles, q.device, backward=False):
                 with meter.spend("kernels"):
@@ -158,8 +157,7 @@ def differentiate_rows(
             del dq_tile, dk_tile, dv_tile
 
     own: Stage = work.stages[0]
-    wire_dtype = None if work.heads else share.wire_dtype
-    for stage, following, steps in arriving_rows(work, (k, v), wire_dtype, share.group, meter):
+    for stage, following, steps in arriving_rows(work, (k, v), share.wire_dtype, share.group, meter):
         if stage is own:
             with lane.after():
                 returning.expect(following)

@@ -92,13 +92,15 @@ def _table(verdicts: Sequence[Verdict]) -> Table:
             str(v.cp),
             v.layout,
             v.route,
-            v.dtype if v.wire_dtype is None else f"{v.dtype}, {v.wire_dtype} on the wire",
+            v.dtype if v.wire_dtype is None else f"{v.dtype} ({v.wire_dtype})",
             f"{v.loss:.6f}",
             f"{v.loss_error:.1e} ({v.loss_tolerance:.0e})",
             f"{v.norm_error:.1e} ({v.norm_tolerance:.0e})",
             v.worst_gradient,
             f"{v.gradient_error:.1e} ({v.gradient_tolerance:.0e})",
             "" if v.dtype in EXACT and v.wire_dtype is None else " ".join(f"{d:.0e}" for d in v.drift),
-            "[green]equal[/]" if v.passed else "[bold red]DIFFERS[/]" + ("" if v.inputs_equal else ": other inputs"),
+            f"[green]{'equal' if v.wire_dtype is None else 'in bounds'}[/]"
+            if v.passed
+            else "[bold red]DIFFERS[/]" + ("" if v.inputs_equal else ": other inputs"),
         )
     return table

@@ -39,8 +39,8 @@ def plan_attention(
 
     `heads` is (query heads, KV heads) on one rank of the CP group, after tensor parallelism; routes that move heads need it.
     `inner` is the inner degree of a route with two levels, chosen if not given. `wire_dtype` "bf16" or "fp8" rounds keys and
-    values for their way. `tp` is only named in errors. `route="auto"` chooses by `costs` (see `choose_route`); it, and the
-    choice of `inner`, keep the exchange of heads within `ranks_per_node` where that is given.
+    values for their way. `tp` is only named in errors. `route="auto"` chooses by `costs` (see `choose_route`), which tell what
+    crosses nodes of `ranks_per_node` ranks; where `inner` is chosen, heads are exchanged within such a node.
 
     Costs nothing until a rank's share or a count is asked for. Raises `SpecError` for what cannot be carried out.
     """
