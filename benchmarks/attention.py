@@ -78,13 +78,14 @@ Run = Callable[[], tuple[torch.Tensor, ...]]
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(repeats: int, most: int, only: str, routes: tuple[str, ...], output: Path | None) -> None:
     cases = [case for case in CASES if all(word in str(case) for word in only.split())]
-    results = launch(measure, (cases, routes, repeats, most), 3)
-    for result in results:
-        click.echo(f"{result['case']}: SDPA {result['sdpa_seconds']} s, dropped {result['dropped']} repeats")
-        for route, found in result["routes"].items():
-            parts = ", ".join(f"{name} {value:.3f}" for name, value in found["parts"].items())
-            click.echo(f"  {route:10} {found['ratio']}   {found['seconds'].median:.3f} s; rank 0: {parts}")
-    save(output, results)
+    save(output, launch(measure, (cases, routes, repeats, most), 3))
+
+
+def _show(result: dict) -> None:
+    click.echo(f"{result['case']}: SDPA {result['sdpa_seconds']} s, dropped {result['dropped']} repeats")
+    for route, found in result["routes"].items():
+        parts = ", ".join(f"{name} {value:.3f}" for name, value in found["parts"].items())
+        click.echo(f"  {route:10} {found['ratio']}   {found['seconds'].median:.3f} s; rank 0: {parts}")
 
 
 def measure(cases: list[Case], routes: Sequence[str], repeats: int, most: int) -> list[dict]:
@@ -139,7 +140,10 @@ def _measure(case: Case, routes: Sequence[str], group: dist.ProcessGroup, repeat
             found[route]["parts"]["peak MiB"] = peaks[route] / 2**20
             found[route]["parts"]["peak / ulysses"] = peaks[route] / peaks.get("ulysses", float("nan"))
     sdpa = Spread.of([repeat["sdpa"] for repeat in kept])
-    return {"case": str(case), "sdpa_seconds": sdpa, "routes": found, "dropped": dropped}
+    result = {"case": str(case), "sdpa_seconds": sdpa, "routes": found, "dropped": dropped}
+    if dist.get_rank() == 0:
+        _show(result)
+    return result
 
 
 def _inputs(case: Case) -> list[torch.Tensor]:
@@ -213,8 +217,11 @@ def _compare(plan: Plan, results: list[list[torch.Tensor]], right: list[torch.Te
     """No figure without a right answer. A weight's gradient is a sum over the ranks, all else is a shard."""
     for index, want in enumerate(right):
         parts = [results[rank][index] for rank in (0, 1)]
-        pairs = [(part, shard(want, plan.layout, rank, want.ndim - 2)) for rank, part in enumerate(parts)]
-        for got, local in [(parts[0] + parts[1], want)] if want.ndim == 2 else pairs:
+        if want.ndim == 2:
+            pairs = [(parts[0] + parts[1], want)]
+        else:
+            pairs = [(part, shard(want, plan.layout, rank, want.ndim - 2)) for rank, part in enumerate(parts)]
+        for got, local in pairs:
             off = float((got - local).abs().max() / want.abs().max())
             assert off <= 0.03, f"{plan.route}: tensor {index} is off by {off}"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from longspan.attention.attention import share_of
@@ -128,6 +129,7 @@ class _StagedAttention(torch.autograd.Function):
         return _Layer(ref.share, stages, scale, projections, x).forward()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         share, stages, scale, projections = ctx.made_of
         x, *tensors = ctx.saved_tensors
@@ -139,12 +141,12 @@ class _StagedAttention(torch.autograd.Function):
 
 @dataclass
 class _Heads:
-    """Some heads of q, k or v on this rank's slots, `(B, heads, T, D)`: as projected, and as changed by the transform."""
+    """Some heads of q, k or v on this rank's slots. What a transform made of them stays, to be differentiated."""
 
     name: str
     heads: tuple[int, ...]
-    projected: Tensor
-    made: Tensor
+    projected: Tensor | None = None
+    made: Tensor | None = None
 
 
 @dataclass
@@ -180,6 +182,7 @@ class _Layer:
         with self._call("forward") as meter:
             kv: _KV | None = None
             for stage in self.stages:
+                kv = None if stage.new_kv else kv
                 exchange, _, q, kv = self._gather(stage, kv, meter)
                 kernel = self._kernel(exchange, q, kv)
                 out, _ = attend_rows(self.share, kernel, (q, *kv.rows), None, self.scale, meter)
@@ -203,6 +206,7 @@ class _Layer:
             for stage in self.stages:
                 if stage.new_kv:
                     self._finish(kv)
+                    kv = None
                 exchange, local_q, q, kv = self._gather(stage, kv, meter)
                 kernel = self._kernel(exchange, q, kv)
                 out, lse = attend_rows(self.share, kernel, (q, *kv.rows), None, self.scale, meter)
@@ -218,37 +222,39 @@ class _Layer:
                 del q, out, lse, dout, dk, dv
                 (dq,) = exchange.back([dq.to(dtype)], [], dtype)
                 self._project_back(local_q, dq)
+                del local_q, dq
             self._finish(kv)
         return self.dx.to(dtype), [self.sums.get(name) for name in _WEIGHTS] + list(self.used)
 
     def _gather(self, stage: HeadStage, kv: _KV | None, meter: Call) -> tuple[HeadExchange, _Heads, Tensor, _KV]:
         """All rows of this rank's query heads of a stage; and of the KV heads, those of the stage before if it can be."""
         exchange = HeadExchange(stage.share, self.share.work.slots, self.share.group, meter)
-        local = self._project("q", stage.query)
-        if kv is not None and not stage.new_kv:
-            (q,) = exchange.there([local.made])
-            return exchange, local, q, kv
-        local_kv = self._project("k", stage.kv), self._project("v", stage.kv)
-        q, k, v = exchange.gather(local.made, local_kv[0].made, local_kv[1].made, self.share.wire_dtype)
-        return exchange, local, q, _KV(local_kv, exchange, (k, v))
+        local_q, made_q = self._project("q", stage.query)
+        if kv is not None:
+            (q,) = exchange.there([made_q])
+            return exchange, local_q, q, kv
+        (local_k, made_k), (local_v, made_v) = self._project("k", stage.kv), self._project("v", stage.kv)
+        q, k, v = exchange.gather(made_q, made_k, made_v, self.share.wire_dtype)
+        return exchange, local_q, q, _KV((local_k, local_v), exchange, (k, v))
 
-    def _project(self, name: str, heads: tuple[int, ...]) -> _Heads:
+    def _project(self, name: str, heads: tuple[int, ...]) -> tuple[_Heads, Tensor]:
+        """Some heads, and what goes on from them: `(B, heads, T, D)`."""
         D, bias = self.maps.head_dim, getattr(self.maps, f"{name}_bias")
         rows = self._weight_rows(name, heads)
         bias = None if bias is None else bias.unflatten(0, (-1, D))[list(heads)].flatten()
         projected = F.linear(self.x, rows, bias).unflatten(-1, (-1, D)).transpose(1, 2)
         transform = {"q": self.maps.on_q, "k": self.maps.on_k}.get(name)
         if transform is None:
-            return _Heads(name, heads, projected, projected)
+            return _Heads(name, heads), projected
         with torch.enable_grad():
             projected = projected.detach().requires_grad_()
             made = transform(projected)
-        return _Heads(name, heads, projected, made)
+        return (_Heads(name, heads) if made is projected else _Heads(name, heads, projected, made)), made.detach()
 
     def _project_back(self, local: _Heads, gradient: Tensor) -> None:
         """From the gradient of some heads to those of x, of their rows of the weight, and of what the transform uses."""
         D, name, heads = self.maps.head_dim, local.name, list(local.heads)
-        if local.made is not local.projected:
+        if local.made is not None and local.projected is not None:
             wanted = [local.projected, *self.maps.used]
             gradient, *others = torch.autograd.grad(local.made, wanted, gradient, allow_unused=True)
             for total, part in zip(self.used, others, strict=True):
@@ -271,7 +277,9 @@ class _Layer:
             self._project_back(local, gradient)
 
     def _kernel(self, exchange: HeadExchange, q: Tensor, kv: _KV) -> Kernel:
-        return GroupedKernel.of(choose_kernel(self.share.kernel, q, *kv.rows), exchange.share)
+        kernel = choose_kernel(self.share.kernel, q, *kv.rows)
+        exchange.meter.kernel = kernel.name
+        return GroupedKernel.of(kernel, exchange.share)
 
     def _weight_rows(self, name: str, heads: tuple[int, ...]) -> Tensor:
         weight: Tensor = getattr(self.maps, name)
