@@ -105,17 +105,21 @@ def attend_rows(
     """Out and lse of the queries at hand over the rows that come by."""
     q, k, v = qkv
     result, lane = Output(q, v), Lane.on(q.device)
+
+    def compute(step: Step, rows: Rows) -> None:
+        for tile in _pieces(kernel, step.tiles, q.device, backward=False):
+            with meter.spend("kernels"):
+                out, lse = kernel.forward(
+                    _queries(q, tile), _keys(rows[0], tile), _keys(rows[1], tile), tile.shape, scale
+                )
+            _count(meter, tile)
+            with lane.after(out, lse), meter.spend("merging"):
+                result.add(tile, out, lse)
+            del out, lse
+
     for _, _, steps in arriving_rows(share.work, (k, v), share.wire_dtype, share.group, meter):
-        for step, (keys, values) in steps:
-            for tile in _pieces(kernel, step.tiles, q.device, backward=False):
-                with meter.spend("kernels"):
-                    out, lse = kernel.forward(
-                        _queries(q, tile), _keys(keys, tile), _keys(values, tile), tile.shape, scale
-                    )
-                _count(meter, tile)
-                with lane.after(out, lse), meter.spend("merging"):
-                    result.add(tile, out, lse)
-                del out, lse
+        while steps:  # rows that have been used are held no longer, while the next but one arrive
+            compute(*steps.pop(0))
     lane.join(*result.tensors)
     return result.finish(sink)
 
@@ -162,8 +166,8 @@ def differentiate_rows(
             with lane.after():
                 returning.expect(following)
             continue
-        for (step, rows), gradients in zip(steps, returning.here, strict=True):
-            compute(step, rows, gradients, returning.arrive)
+        for gradients in range(len(steps)):
+            compute(*steps.pop(0), returning.here[gradients], returning.arrive)
         with lane.after():
             returning.arrive()
             returning.hand_over(stage, following)

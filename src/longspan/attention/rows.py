@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from longspan.attention.sums import Gradient
-from longspan.attention.wire import WIRES
+from longspan.attention.wire import WIRES, Wire
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import Call
 from longspan.plan import RankPlan, Runs, Stage, Step, Transfer
@@ -57,7 +57,8 @@ class Lane:
 def arriving_rows(
     work: RankPlan, own: Rows, wire_dtype: str | None, group: Group, meter: Call
 ) -> Iterator[tuple[Stage, Stage | None, list[tuple[Step, Rows]]]]:
-    """Each stage, the stage after it, and its steps with their keys and values. While the caller computes, the next arrive.
+    """Each stage, the stage after it, and its steps with their keys and values, a list that the caller may empty. While it
+    computes, the next arrive.
 
     The rows of one stage are in use and those of one in flight. A rank waits only for what others posted at an earlier stage:
     no cycle.
@@ -80,15 +81,16 @@ def arriving_rows(
                 meter.rows_received += step.rows
                 hop.receives += [(peer, part) for x in rows for part in _messages(x, step.recv)]
         flight = hop.post(group, meter, work.means == "collective" and following is not None)
-        del hop
-        if stage is work.stages[0]:
-            decoded = [own]
-        else:
-            decoded = [(wire.decode(rows[0], own[0]), wire.decode(rows[1], own[1])) for rows in buffers]
-        yield stage, following, list(zip(stage.steps, decoded, strict=True))
-        del decoded
+        del hop, leaving
+        steps = [(stage.steps[0], own)] if stage is work.stages[0] else _decoded(stage, buffers, own, wire)
+        buffers = arriving  # what is used up is not held while the next but one arrive
+        yield stage, following, steps
         flight.wait(meter)
-        buffers = arriving
+
+
+def _decoded(stage: Stage, buffers: Sequence[Rows], own: Rows, wire: Wire) -> list[tuple[Step, Rows]]:
+    rows = [(wire.decode(keys, own[0]), wire.decode(values, own[1])) for keys, values in buffers]
+    return list(zip(stage.steps, rows, strict=True))
 
 
 @dataclass
