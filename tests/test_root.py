@@ -8,7 +8,8 @@ import pytest
 import longspan
 
 NAMES = [
-    "ContextParallel", "Layout", "LongspanError", "Mask", "Plan", "attention", "plan_attention", "record", "shard", "unshard",
+    "ContextParallel", "Layout", "LongspanError", "Mask", "Plan", "Projections", "UpipeAttention", "attention",
+    "plan_attention", "projected_attention", "record", "shard", "unshard",
 ]  # fmt: skip
 
 

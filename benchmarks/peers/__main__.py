@@ -66,7 +66,7 @@ def run() -> None:
     )
     @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
     @click.option("--only", default="", help="Inputs whose name holds this.")
-    @click.option("--peer", default="", help="Peers whose name holds this; longspan's routes stay.")
+    @click.option("--peer", default="", help="Peers whose name holds one of these, by commas; longspan's routes stay.")
     @click.option("--json", "record", type=file)
     @click.option("--markdown", type=file, help="Write the tables: between the marks of a page that has them.")
     @click.option("--plot", type=file)
@@ -78,10 +78,12 @@ def run() -> None:
         if not cases:
             names = ", ".join(repr(case.name) for case in make_cases(seq_len, window, dtype))
             raise click.UsageError(f"no input's name holds {only!r}; there are {names}")
-        with tempfile.TemporaryDirectory() as folder:
-            reports = launch(measure, (cases, Limits(repeats, most, foreign=foreign), peer, Path(folder)), 3)
-        as_table(reports)
-        save(record, reports)
+        reports = []
+        for case in cases:  # an input of its own, so that what has been measured is kept
+            with tempfile.TemporaryDirectory() as folder:
+                reports += launch(measure, ([case], Limits(repeats, most, foreign=foreign), peer, Path(folder)), 3)
+            as_table(reports[-1:])
+            save(record, reports)
         if markdown:
             write_markdown(as_markdown(reports), markdown)
         if plot:

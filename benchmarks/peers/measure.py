@@ -97,7 +97,7 @@ def _measure(case: Case, limits: Limits, only: str, trio: Trio) -> Report:
     results: dict[str, Result] = {}
     runs: dict[str, Run | None] = {}
     for peer in contenders(case):
-        if only.lower() in peer.name.lower() or peer.package == OURS:
+        if peer.package == OURS or any(part.strip().lower() in peer.name.lower() for part in only.split(",")):
             results[peer.name], runs[peer.name] = _check(peer, case, inputs, right, allowed, trio)
     del right
     sdpa_seconds = _pair_all(case, results, runs, sdpa, limits, trio)

@@ -55,6 +55,8 @@ def test_every_command_takes_help(command: str) -> None:
     result = CliRunner().invoke(main, [command, "--help"])
     assert result.exit_code == 0
     assert result.stdout.startswith(f"Usage: main {command} [OPTIONS]")
+    if command == "bench":
+        result = CliRunner().invoke(main, [command, "calibrate", "--help"])
     if command in ("train", "verify"):
         assert "--set a.b=value" in result.stdout
     if command != "show":

@@ -38,7 +38,7 @@ def run(*words: object) -> Result:
 
 def verdict(passed: bool = True, **changes: Any) -> Verdict:
     values: dict[str, Any] = {
-        "cp": 2, "layout": "zigzag", "dtype": "bf16", "loss": 5.5, "grad_norm": 1.5, "loss_error": 1e-4,
+        "cp": 2, "layout": "zigzag", "route": "ring", "dtype": "bf16", "wire_dtype": None, "loss": 5.5, "grad_norm": 1.5, "loss_error": 1e-4,
         "loss_tolerance": 2e-3, "norm_error": 3e-4, "norm_tolerance": 4e-3, "worst_gradient": "norm.weight",
         "gradient_error": 5e-3, "gradient_tolerance": 6e-3, "drift": [1e-5, 2e-5], "inputs_equal": True, "passed": passed,
     }  # fmt: skip
@@ -50,7 +50,9 @@ def test_on_real_cases(folder: Path) -> None:
     with patch("longspan.verify.run.launch", launch_here):
         result = run(folder / "run.toml", "--steps", 1)
     assert result.exit_code == 0, result.stderr
-    assert result.stderr.splitlines() == ["cp=1 fp64", "cp=2 striped fp64", "cp=1 fp32", "cp=2 striped fp32"]
+    assert result.stderr.splitlines() == [
+        "cp=1 fp64", "cp=2 striped ring fp64", "cp=1 fp32", "cp=2 striped ring fp32",
+    ]  # fmt: skip
     lines = result.stdout.splitlines()
     assert lines[0].rstrip() == "against cp=1, plain SDPA per document: relative error (tolerance)"
     assert lines[-1] == "2 of 2 cases equal cp=1"
@@ -66,7 +68,7 @@ def test_json(folder: Path) -> None:
     assert told["passed"] is True
     assert [sorted(case) for case in told["cases"]] == [sorted(field.name for field in fields(Verdict))] * 2
     types = {
-        "cp": int, "layout": str, "dtype": str, "worst_gradient": str, "drift": list, "inputs_equal": bool, "passed": bool,
+        "cp": int, "layout": str, "route": str, "dtype": str, "wire_dtype": type(None), "worst_gradient": str, "drift": list, "inputs_equal": bool, "passed": bool,
     }  # fmt: skip
     for case, cp in zip(told["cases"], (2, 4), strict=True):
         assert {name: type(value) for name, value in case.items()} == dict.fromkeys(case, float) | types
@@ -74,15 +76,21 @@ def test_json(folder: Path) -> None:
 
 
 def test_table_and_exit_code_of_a_failure(folder: Path) -> None:
-    made = [verdict(), verdict(False, dtype="fp64"), verdict(False, cp=4, inputs_equal=False)]
+    made = [
+        verdict(),
+        verdict(False, dtype="fp64"),
+        verdict(False, cp=4, inputs_equal=False),
+        verdict(wire_dtype="fp8"),
+    ]
     with patch("longspan.cli.verify.run_verification", return_value=made):
         result = run(folder / "run.toml", "--quiet")
     assert (result.exit_code, result.stderr) == (1, "")
     for text in ("5.500000", "1.0e-04 (2e-03)", "3.0e-04 (4e-03)", "norm.weight", "5.0e-03 (6e-03)", "1e-05 2e-05"):
         assert text in result.stdout
     assert result.stdout.count("DIFFERS") == 2
+    assert result.stdout.count("in bounds") == result.stdout.count("bf16 (fp8)") == 1
     assert result.stdout.count("DIFFERS: other inputs") == 1
-    assert result.stdout.splitlines()[-1] == "1 of 3 cases equal cp=1"
+    assert result.stdout.splitlines()[-1] == "2 of 4 cases equal cp=1"
 
 
 def test_json_of_a_failure_is_json(folder: Path) -> None:

@@ -1,13 +1,14 @@
 """A configuration from a file and overrides, and what is said of one that cannot be carried out."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
 from longspan.spec import SpecError
-from longspan.train.config import TrainConfig, load_config
+from longspan.plan import AUTO, ROUTES, WIRE_DTYPES
+from longspan.train.config import RouteName, TrainConfig, WireDtype, load_config
 
 TEXT = """
 steps = 10
@@ -93,7 +94,8 @@ def test_overrides_that_name_nothing(file: Path, override: str, message: str, hi
         ("data.rows=1", ("data", "rows"), "Extra inputs are not permitted"),
         ("parallel.cp=0", ("parallel", "cp"), "greater than or equal to 1"),
         ("parallel.layout=spiral", ("parallel", "layout"), "'contiguous', 'zigzag' or 'striped'"),
-        ("parallel.route=ulysses", ("parallel", "route"), "'ring'"),
+        ("parallel.route=spiral", ("parallel", "route"), "'ulysses-ring' or 'auto'"),
+        ("parallel.wire_dtype=fp16", ("parallel", "wire_dtype"), "'bf16' or 'fp8'"),
         ("dtype=fp8", ("dtype",), "'fp64', 'fp32', 'bf16' or 'fp16'"),
         ("optim.lr=0", ("optim", "lr"), "greater than 0"),
         ("optim.min_lr_ratio=1.5", ("optim", "min_lr_ratio"), "less than or equal to 1"),
@@ -134,6 +136,21 @@ def test_values_that_are_refused(file: Path, override: str, place: tuple[str, ..
             'use parallel.wrapper="fsdp" for bf16 and fp16',
         ),
         (
+            ["parallel.heads_per_stage=2"],
+            "parallel.heads_per_stage=2 means nothing to route 'ring'",
+            'leave it out, or set parallel.route="upipe"',
+        ),
+        (
+            ["parallel.costs=costs.json"],
+            "parallel.costs=costs.json means nothing to route 'ring', which is chosen",
+            'leave it out, or set parallel.route="auto"',
+        ),
+        (
+            ["parallel.route=upipe", "recompute=block"],
+            'recompute="block" with route "upipe", which computes attention again in backward by itself',
+            'set recompute="none", or another route',
+        ),
+        (
             ["optim.warmup_steps=11"],
             "optim.warmup_steps 11 is more than steps 10",
             "lower the one or raise the other",
@@ -145,6 +162,11 @@ def test_combinations_that_are_refused(file: Path, overrides: list[str], message
         load_config(file, overrides)
     (problem,) = told.value.errors()
     assert (problem["ctx"]["error"].message, problem["ctx"]["error"].hint) == (message, hint)
+
+
+def test_the_routes_are_those_of_the_plan() -> None:
+    assert set(get_args(RouteName)) == {*ROUTES, AUTO}
+    assert get_args(WireDtype) == WIRE_DTYPES
 
 
 def test_combinations_that_are_allowed(file: Path) -> None:
