@@ -38,7 +38,8 @@ def run(*words: object) -> Result:
 
 def verdict(passed: bool = True, **changes: Any) -> Verdict:
     values: dict[str, Any] = {
-        "cp": 2, "layout": "zigzag", "route": "ring", "dtype": "bf16", "wire_dtype": None, "loss": 5.5, "grad_norm": 1.5, "loss_error": 1e-4,
+        "cp": 2, "layout": "zigzag", "route": "ring", "dtype": "bf16", "wire_dtype": None,
+        "loss": 5.5, "grad_norm": 1.5, "loss_error": 1e-4,
         "loss_tolerance": 2e-3, "norm_error": 3e-4, "norm_tolerance": 4e-3, "worst_gradient": "norm.weight",
         "gradient_error": 5e-3, "gradient_tolerance": 6e-3, "drift": [1e-5, 2e-5], "inputs_equal": True, "passed": passed,
     }  # fmt: skip
@@ -68,7 +69,8 @@ def test_json(folder: Path) -> None:
     assert told["passed"] is True
     assert [sorted(case) for case in told["cases"]] == [sorted(field.name for field in fields(Verdict))] * 2
     types = {
-        "cp": int, "layout": str, "route": str, "dtype": str, "wire_dtype": type(None), "worst_gradient": str, "drift": list, "inputs_equal": bool, "passed": bool,
+        "cp": int, "layout": str, "route": str, "dtype": str, "wire_dtype": type(None),
+        "worst_gradient": str, "drift": list, "inputs_equal": bool, "passed": bool,
     }  # fmt: skip
     for case, cp in zip(told["cases"], (2, 4), strict=True):
         assert {name: type(value) for name, value in case.items()} == dict.fromkeys(case, float) | types

@@ -6,8 +6,8 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from longspan.spec import SpecError
 from longspan.plan import AUTO, ROUTES, WIRE_DTYPES
+from longspan.spec import SpecError
 from longspan.train.config import RouteName, TrainConfig, WireDtype, load_config
 
 TEXT = """
