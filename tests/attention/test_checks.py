@@ -172,6 +172,6 @@ def test_ranks_that_differ_are_named_on_all_before_any_exchange(plans, shapes, s
         assert error == (
             "DisagreementError",
             f"the ranks of one context-parallel group were given different {named}\n\n"
-            "hint: every rank of a CP group reads the same samples: key the loader by the data-parallel rank alone",
+            "hint: a CP group takes the same options and samples: key the loader by the data-parallel rank alone",
         )
         assert calls == []

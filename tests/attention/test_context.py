@@ -241,7 +241,7 @@ def test_ranks_that_differ_are_named_on_all(masks, ids, how, named):
         assert error == (
             "DisagreementError",
             f"the ranks of one context-parallel group were given different {named}\n\n"
-            "hint: every rank of a CP group reads the same samples: key the loader by the data-parallel rank alone",
+            "hint: a CP group takes the same options and samples: key the loader by the data-parallel rank alone",
         )
         assert calls == 0
 
@@ -335,7 +335,8 @@ def test_routes_of_two_levels_on_a_mesh_of_two_axes():
             ),
             (
                 "SpecError",
-                "inner=2 means nothing to route 'ring', which has one level\n\nhint: leave inner out",
+                "a mesh of 2 axes was given to route 'ring', which has one level\n\n"
+                'hint: give one axis, such as mesh["cp"], or a group; or use a route of two levels, such as "usp"',
             ),
             (
                 "SpecError",

@@ -8,7 +8,7 @@ from longspan.spec import DisagreementError, SpecError
 from tests.oracle import raised
 from tests.ranks import run_ranks
 
-HINT = "\n\nhint: every rank of a CP group reads the same samples: key the loader by the data-parallel rank alone"
+HINT = "\n\nhint: a CP group takes the same options and samples: key the loader by the data-parallel rank alone"
 
 
 def _agree(group, rank, versions):

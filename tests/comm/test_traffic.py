@@ -102,18 +102,40 @@ def test_pairs_of_a_share_of_the_heads(pairs, shares, right):
 
 def test_a_trace_by_hand(tmp_path):
     calls = Calls(
-        [made(("hop", 1.0, 4.0, 77), ("kernels", 2.0, 2.5), start=0.5, end=5.0, unix_start=100.0, bytes_sent=77)]
+        [
+            made(
+                ("hop", 1.0, 4.0, 77),
+                ("kernels", 2.0, 2.5),
+                ("hop", 3.0, 4.0, 8),
+                ("hop", 4.0, 4.5, 9),
+                start=0.5,
+                end=5.0,
+                unix_start=100.0,
+                bytes_sent=77,
+            )
+        ]
     )
     calls.save_trace(tmp_path / "trace.json")
     saved = json.loads((tmp_path / "trace.json").read_text())
     assert saved["displayTimeUnit"] == "ms"
-    assert saved["traceEvents"] == [
+    named = [
+        (event["name"], event["tid"], event["args"]["name"]) for event in saved["traceEvents"] if event["ph"] == "M"
+    ]
+    assert named == [
+        (name, tid, text)
+        for tid, lane in enumerate(("attention", "work", "hops", "hops"))
+        for name, text in (("thread_name", lane), ("process_name", "rank 3"))
+    ]
+    assert [event for event in saved["traceEvents"] if event["ph"] != "M"] == [
         {
-            "name": "forward ring", "ph": "X", "pid": 3, "tid": "attention", "ts": 100e6, "dur": 4.5e6,
+            "name": "forward ring", "ph": "X", "pid": 3, "tid": 0, "ts": 100e6, "dur": 4.5e6,
             "args": {"bytes_sent": 77, "pairs": 0, "kernel_calls": 0},
         },
-        {"name": "hop", "ph": "X", "pid": 3, "tid": "hops", "ts": 100.5e6, "dur": 3e6, "args": {"bytes": 77}},
-        {"name": "kernels", "ph": "X", "pid": 3, "tid": "work", "ts": 101.5e6, "dur": 0.5e6, "args": {"bytes": 0}},
+        {"name": "hop", "ph": "X", "pid": 3, "tid": 2, "ts": 100.5e6, "dur": 3e6, "args": {"bytes": 77}},
+        {"name": "kernels", "ph": "X", "pid": 3, "tid": 1, "ts": 101.5e6, "dur": 0.5e6, "args": {"bytes": 0}},
+        # Under way beside the other hop: in a lane of its own.
+        {"name": "hop", "ph": "X", "pid": 3, "tid": 3, "ts": 102.5e6, "dur": 1e6, "args": {"bytes": 8}},
+        {"name": "hop", "ph": "X", "pid": 3, "tid": 2, "ts": 103.5e6, "dur": 0.5e6, "args": {"bytes": 9}},
     ]  # fmt: skip
 
 
@@ -146,21 +168,23 @@ def test_seconds_and_traces_of_real_calls(tmp_path):
     before = time.time() * 1e6
     for rank, traces in enumerate(run_ranks(P, _recorded, plans, str(tmp_path))):
         for route, events in zip(routes, traces, strict=True):
+            events = [event for event in events if event["ph"] != "M"]
             assert {(event["ph"], event["pid"]) for event in events} == {("X", rank)}
             assert all(event["ts"] >= before - 1e6 and event["dur"] >= 0 for event in events), route
-            whole = [event for event in events if event["tid"] == "attention"]
+            whole = [event for event in events if event["tid"] == 0]
             assert [event["name"] for event in whole] == [f"forward {route}", f"backward {route}"]
             for event in events:
-                if event["tid"] == "attention":
+                if event["tid"] == 0:
                     continue
-                assert event["tid"] == ("hops" if event["name"] == "hop" else "work")
+                assert (event["tid"] >= 2) == (event["name"] == "hop")
                 # Everything lies within one of the two calls (to a microsecond: times of day have few digits).
                 assert any(
                     call["ts"] - 1 <= event["ts"] and event["ts"] + event["dur"] <= call["ts"] + call["dur"] + 1
                     for call in whole
                 ), (route, event)
-            work = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == "work")
-            assert all(end <= start + 1 for (_, end), (start, _) in pairwise(work)), route
+            for lane in {event["tid"] for event in events}:
+                spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == lane)
+                assert all(end <= start + 1 for (_, end), (start, _) in pairwise(spans)), (route, lane)
 
 
 class EventOnDevice:
@@ -208,5 +232,5 @@ def test_on_a_gpu_seconds_are_those_of_events_in_the_stream(monkeypatch):
     assert EventOnDevice.waited > 0
     events = list(meter.events())
     assert [(event["name"], round(event["dur"])) for event in events] == [
-        ("forward ring", 35_000), ("kernels", 5_000), ("waiting", 5_000), ("hop", 25_000),
+        ("forward ring", 35_000), ("hop", 25_000), ("kernels", 5_000), ("waiting", 5_000),
     ]  # fmt: skip

@@ -1,12 +1,14 @@
 """`route="auto"`: the costs it goes by, and choices that are obvious."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
 from longspan.plan import Costs, Layout, Mask, plan_attention
 from longspan.spec import SpecError
+
+RECORD = asdict(Costs())
 
 
 def test_costs_survive_their_file(tmp_path):
@@ -20,8 +22,13 @@ def test_costs_survive_their_file(tmp_path):
     [
         ("{", "holds no measured costs: "),
         ("[]", "holds no measured costs: "),
-        ('{"head_dim": 64}', "holds no measured costs: 'tile_speed'"),
-        (json.dumps({"tile_speed": [[1, 2.0]], "weight": 3}), "unexpected keyword argument 'weight'"),
+        ('{"head_dim": 64}', "holds no measured costs: a record without all_to_all_bandwidth, "),
+        (json.dumps(RECORD | {"weight": 3}), "holds no measured costs: a record with unknown weight"),
+        (json.dumps(RECORD | {"head_dim": "64"}), "holds no measured costs: head_dim='64' is not a positive number"),
+        (json.dumps(RECORD | {"message_bandwidth": 0}), "message_bandwidth=0 is not a positive number"),
+        (json.dumps(RECORD | {"node_bandwidth": float("nan")}), "node_bandwidth=nan is not a positive number"),
+        (json.dumps(RECORD | {"tile_speed": [[128, -8.0]]}), "tile_speed at 128 rows=-8.0 is not a positive number"),
+        (json.dumps(RECORD | {"tile_speed": [3]}), "tile_speed is not a list of [rows, FLOP/s]"),
     ],
 )
 def test_a_file_that_holds_something_else(tmp_path, text, told):
@@ -68,11 +75,11 @@ def test_free_messages_make_the_ring_and_free_exchanges_make_ulysses():
         Mask.full(8192),
         4,
         (8, 8),
-        costs=Costs(all_to_all_bandwidth=free, all_to_all_latency=0.0, message_bandwidth=slow),
+        costs=Costs(all_to_all_bandwidth=free, all_to_all_latency=1e-9, message_bandwidth=slow),
     )
     assert one.route == "ulysses"
     other = choose(
-        Mask.full(8192), 4, (8, 8), costs=Costs(message_bandwidth=free, message_latency=0.0, all_to_all_bandwidth=slow)
+        Mask.full(8192), 4, (8, 8), costs=Costs(message_bandwidth=free, message_latency=1e-9, all_to_all_bandwidth=slow)
     )
     assert other.route in ("ring", "exchange")
 

@@ -14,7 +14,7 @@ from longspan.attention.staged import Projections, projected_attention
 from longspan.comm.agree import check_agreement
 from longspan.comm.groups import Group, as_group, rank_and_size, ranks_per_node
 from longspan.comm.sharding import gather, shard
-from longspan.plan import Costs, Layout, Mask, Plan, check_wire_dtype, plan_attention
+from longspan.plan import ROUTES, Costs, Layout, Mask, Plan, check_wire_dtype, plan_attention
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
@@ -53,6 +53,11 @@ class ContextParallel:
         if slots_multiple_of is not None and slots_multiple_of < 1:
             raise SpecError(f"slots_multiple_of={slots_multiple_of} must be at least 1")
         if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim == 2:
+            if route not in ROUTES or ROUTES[route].heads not in ("inner", "outer"):
+                raise SpecError(
+                    f"a mesh of 2 axes was given to route {route!r}, which has one level",
+                    hint='give one axis, such as mesh["cp"], or a group; or use a route of two levels, such as "usp"',
+                )
             inner = mesh_or_group.size(1) if inner is None else inner
             self.group = as_group(mesh_or_group, (mesh_or_group.size() // inner, inner))
         else:

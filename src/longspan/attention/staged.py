@@ -28,7 +28,7 @@ from longspan.attention.merge import accumulation_dtype
 from longspan.attention.operators import ShareRef
 from longspan.comm.groups import Group
 from longspan.comm.traffic import Call, Phase, call
-from longspan.plan import STAGED, HeadStage, Plan, head_stages
+from longspan.plan import STAGED, HeadStage, Plan, check_heads, head_stages
 from longspan.spec import LongspanError, SpecError
 
 Tensor = torch.Tensor
@@ -93,6 +93,11 @@ class UpipeAttention(nn.Module):
         self, width: int, num_heads: int, num_kv_heads: int, heads_per_stage: int, head_dim: int | None = None
     ) -> None:
         super().__init__()
+        check_heads(num_heads, num_kv_heads)
+        if head_dim is None and width % num_heads:
+            raise SpecError(
+                f"width {width} is not a multiple of {num_heads} heads", hint="change either, or give head_dim"
+            )
         self.head_dim = width // num_heads if head_dim is None else head_dim
         self.heads_per_stage = heads_per_stage
         self.q_proj = nn.Linear(width, num_heads * self.head_dim, bias=False)
@@ -249,6 +254,11 @@ class _Layer:
         with torch.enable_grad():
             projected = projected.detach().requires_grad_()
             made = transform(projected)
+        if made.shape != projected.shape or made.dtype != projected.dtype:
+            raise SpecError(
+                f"on_{name} (rotate) made {tuple(made.shape)} {made.dtype} of {tuple(projected.shape)} {projected.dtype}",
+                hint="it gives some heads their positions, and leaves shape and type as they are",
+            )
         return (_Heads(name, heads) if made is projected else _Heads(name, heads, projected, made)), made.detach()
 
     def _project_back(self, local: _Heads, gradient: Tensor) -> None:

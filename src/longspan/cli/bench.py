@@ -11,6 +11,7 @@ from longspan.bench.calibrate import calibrate as run_calibration
 from longspan.cli.errors import friendly
 from longspan.cli.options import spinner
 from longspan.plan import Costs
+from longspan.spec import SpecError
 from longspan.train.model import DTYPES
 from longspan.train.monitor import json_line
 
@@ -28,9 +29,9 @@ def bench() -> None:
     show_default=True,
     help="Ranks to start here; under torchrun its own are taken.",
 )
-@click.option("--head-dim", default=64, show_default=True)
+@click.option("--head-dim", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32", show_default=True)
-@click.option("--mebibytes", default=16, show_default=True, help="Size of a large message.")
+@click.option("--mebibytes", type=click.IntRange(min=1), default=16, show_default=True, help="Size of a large message.")
 @click.option("--output", type=click.Path(path_type=Path), default=Path("costs.json"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
 @friendly
@@ -42,6 +43,10 @@ def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, output: Pat
         longspan train run.toml --set parallel.route=auto --set parallel.costs=costs.json
         longspan plan --seq-len 8k --cp 4 --heads 8/2 --route auto --costs costs.json
     """
+    if not output.parent.is_dir():
+        raise SpecError(
+            f"{output} cannot be written: there is no folder {output.parent}", hint="make it, or name another"
+        )
     with spinner(as_json) as told:
         told("measuring")
         costs = run_calibration(ranks, head_dim, DTYPES[dtype], mebibytes)

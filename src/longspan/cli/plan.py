@@ -4,6 +4,7 @@ Also the options that describe a plan, which `longspan show` takes too. Starts w
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -113,7 +114,10 @@ def plan_of(
             wire_dtype=wire_dtype,
             tp=tp,
             ranks_per_node=ranks_per_node,
-            costs=None if costs is None else Costs.load(costs),
+            # What is asked for is what the choice reckons with, whatever tensors the costs were measured on.
+            costs=replace(
+                Costs() if costs is None else Costs.load(costs), head_dim=head_dim, itemsize=ITEMSIZES[dtype]
+            ),
         )
     except SpecError as error:
         raise SpecError(error.message, error.hint and _in_options(error.hint)) from error

@@ -60,7 +60,7 @@ def _raise_on_difference(group: dist.ProcessGroup, name: str, versions: list[byt
     raise DisagreementError(
         f"the ranks of one context-parallel group were given different {name}: {', '.join(_name(group, r) for r in odd)} "
         f"differ from {_name(group, versions.index(common))}",
-        hint="every rank of a CP group reads the same samples: key the loader by the data-parallel rank alone",
+        hint="a CP group takes the same options and samples: key the loader by the data-parallel rank alone",
     )
 
 

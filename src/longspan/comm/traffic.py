@@ -133,7 +133,7 @@ class Call:
 
     @property
     def overlap(self) -> float:
-        """The part of the communication under which this rank computed: 1 - waiting / communication; 1 without any."""
+        """The part of the communication that this rank did not wait for: 1 - waiting / communication; 1 without any."""
         under_way = self.seconds_communication
         return 1 - self.seconds_waiting / under_way if under_way else 1.0
 
@@ -142,22 +142,28 @@ class Call:
         begin = self.unix_start * 1e6
         label = f"{self.phase} {self.route}"
         counts = {"bytes_sent": self.bytes_sent, "pairs": self.pairs, "kernel_calls": self.kernel_calls}
-        yield self._event(label, "attention", begin, self.seconds_total, counts)
-        for interval in self.intervals:
-            start = self.clock.seconds(self.start, interval.start)
-            seconds = self.clock.seconds(interval.start, interval.end)
-            lane = "hops" if interval.name == "hop" else "work"
-            yield self._event(interval.name, lane, begin + start * 1e6, seconds, {"bytes": interval.bytes})
+        yield self._event(label, 0, begin, self.seconds_total, counts)
+        busy: list[float] = []  # until when each lane of hops is taken: events of one lane may not overlap
+        spans = [(*self._span(interval), interval) for interval in self.intervals]
+        for start, end, interval in sorted(spans, key=lambda span: span[0]):
+            lane = 1
+            if interval.name == "hop":
+                free = next((n for n, until in enumerate(busy) if until <= start), len(busy))
+                busy[free : free + 1] = [end]
+                lane = 2 + free
+            yield self._event(interval.name, lane, begin + start * 1e6, end - start, {"bytes": interval.bytes})
 
     def _event(
-        self, name: str, lane: str, microseconds: float, seconds: float, values: dict[str, Any]
+        self, name: str, lane: int, microseconds: float, seconds: float, values: dict[str, Any]
     ) -> dict[str, Any]:
         place = {"pid": self.rank, "tid": lane, "ts": microseconds, "dur": seconds * 1e6}
         return {"name": name, "ph": "X", **place, "args": values}
 
+    def _span(self, interval: Interval) -> tuple[float, float]:
+        return self.clock.seconds(self.start, interval.start), self.clock.seconds(self.start, interval.end)
+
     def _spans(self, name: str) -> list[tuple[float, float]]:
-        found = [interval for interval in self.intervals if interval.name == name]
-        return [(self.clock.seconds(self.start, i.start), self.clock.seconds(self.start, i.end)) for i in found]
+        return [self._span(interval) for interval in self.intervals if interval.name == name]
 
     def _seconds(self, name: str) -> float:
         return sum(self.clock.seconds(i.start, i.end) for i in self.intervals if i.name == name)
@@ -167,9 +173,17 @@ class Calls(list[Call]):
     """The calls of this process, in the order in which they began."""
 
     def save_trace(self, path: str | Path) -> None:
-        """Write a trace that chrome://tracing and ui.perfetto.dev open: a process per rank; attention, work, hops below each
-        other. Traces of several ranks of one machine share a clock: put their `traceEvents` together."""
+        """Write a trace that chrome://tracing and ui.perfetto.dev open: a process per rank; calls, work, hops below each other.
+
+        Traces of several ranks of one machine share a clock: put their `traceEvents` together.
+        """
         events = [event for call in self for event in call.events()]
+        for rank, lane in sorted({(event["pid"], event["tid"]) for event in events}):
+            named = {"ph": "M", "pid": rank, "tid": lane}
+            events.append(
+                {"name": "thread_name", **named, "args": {"name": ("attention", "work", "hops")[min(lane, 2)]}}
+            )
+            events.append({"name": "process_name", **named, "args": {"name": f"rank {rank}"}})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
 
 

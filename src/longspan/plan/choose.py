@@ -7,9 +7,10 @@ Bytes, messages and tiles are the plan's own. What they cost is in `Costs`: typi
 """
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
 from longspan.plan.routes import Work, degrees_of
 from longspan.plan.steps import RankPlan, Step, Transfer
+from longspan.plan.wire import row_bytes
 from longspan.spec import SpecError
 
 _BACKWARD = 2.5
@@ -48,21 +50,45 @@ class Costs:
     """Seconds a kernel call takes beside its work, merging included."""
     source: str = "typical figures of one H100 node"
 
+    def __post_init__(self) -> None:
+        numbers = {name: value for name, value in vars(self).items() if name not in ("tile_speed", "source")}
+        for rows, speed in self.tile_speed:
+            numbers |= {"tile_speed rows": rows, f"tile_speed at {rows} rows": speed}
+        for name, value in numbers.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise SpecError(
+                    f"{name}={value!r} is not a positive number", hint="measure with longspan bench calibrate"
+                )
+        if not self.tile_speed:
+            raise SpecError("tile_speed is empty", hint="measure with longspan bench calibrate")
+
     @classmethod
     def load(cls, path: Path) -> "Costs":
         """What `longspan bench calibrate` wrote. Raises `SpecError` if the file is not such a record."""
+        hint = "longspan bench calibrate writes one"
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            speed = tuple((int(size), float(flops)) for size, flops in values.pop("tile_speed"))
-            return cls(**values, tile_speed=speed)
         except OSError as error:
-            raise SpecError(
-                f"cannot read {path}: {error.strerror}", hint="longspan bench calibrate writes one"
-            ) from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise SpecError(
-                f"{path} holds no measured costs: {error}", hint="longspan bench calibrate writes one"
-            ) from None
+            raise SpecError(f"cannot read {path}: {error.strerror}", hint=hint) from None
+        except ValueError as error:
+            raise SpecError(f"{path} holds no measured costs: {error}", hint=hint) from None
+        names = {field.name for field in fields(cls)}
+        found = values.keys() if isinstance(values, dict) else set()
+        if odd := sorted(names ^ found):
+            missing, unknown = [n for n in odd if n in names], [n for n in odd if n not in names]
+            parts = [
+                f"{word} {', '.join(which)}"
+                for word, which in (("without", missing), ("with unknown", unknown))
+                if which
+            ]
+            raise SpecError(f"{path} holds no measured costs: a record {', '.join(parts)}", hint=hint)
+        speeds = values["tile_speed"]
+        if not isinstance(speeds, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in speeds):
+            raise SpecError(f"{path} holds no measured costs: tile_speed is not a list of [rows, FLOP/s]", hint=hint)
+        try:
+            return cls(**{**values, "tile_speed": tuple((rows, speed) for rows, speed in speeds)})
+        except SpecError as error:
+            raise SpecError(f"{path} holds no measured costs: {error.message}", hint=hint) from None
 
     def save(self, path: Path) -> None:
         """Write the record as JSON."""
@@ -79,7 +105,13 @@ class Costs:
 
 
 def choose_route(
-    layout: Layout, mask: Mask, heads: tuple[int, int] | None, tp: int, ranks_per_node: int | None, costs: Costs
+    layout: Layout,
+    mask: Mask,
+    heads: tuple[int, int] | None,
+    tp: int,
+    ranks_per_node: int | None,
+    costs: Costs,
+    wire_dtype: str | None = None,
 ) -> tuple[str, int | None, str]:
     """Route, inner degree and the reason in one line. The same on all ranks: nothing but the arguments decides.
 
@@ -89,7 +121,8 @@ def choose_route(
     best: dict[str, tuple[float, str, int | None]] = {}
     for name, inner in _candidates(layout.ranks, heads):
         degrees = degrees_of(name, layout.ranks, heads, inner, tp)
-        seconds = _seconds(Work.of(name, layout, mask, heads, degrees), heads or (1, 1), ranks_per_node, costs)
+        work = Work.of(name, layout, mask, heads, degrees)
+        seconds = _seconds(work, heads or (1, 1), ranks_per_node, costs, wire_dtype)
         if name not in best or seconds < best[name][0]:
             best[name] = seconds, name, inner
     # The least time by a margin: of nearly equal ones the simplest, which comes first.
@@ -120,36 +153,34 @@ def _candidates(ranks: int, heads: tuple[int, int] | None) -> Iterator[tuple[str
             yield "ulysses-ring", inner
 
 
-def _seconds(work: Work, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs) -> float:
+def _seconds(
+    work: Work, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs, wire_dtype: str | None
+) -> float:
     """Of the slowest of a few ranks: the first, the middle, the last."""
     ranks = work.layout.ranks
-    return max(_rank_seconds(work.rank_plan(rank), heads, ranks_per_node, costs) for rank in {0, ranks // 2, ranks - 1})
+    row = 2 * row_bytes(wire_dtype, costs.head_dim, costs.itemsize)
+    some = {0, ranks // 2, ranks - 1}
+    return max(_rank_seconds(work.rank_plan(rank), heads, ranks_per_node, costs, row) for rank in some)
 
 
-def _rank_seconds(share: RankPlan, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs) -> float:
+def _rank_seconds(share: RankPlan, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs, row: int) -> float:
+    """`row` is the bytes of one KV head's keys and values of a token on the wire."""
     num_q, num_kv = (share.heads.num_query, share.heads.num_kv) if share.heads else heads
-    row = 2 * num_kv * costs.head_dim
 
-    def hop(transfers: tuple[Transfer, ...], itemsize: int) -> float:
-        bandwidths = [
-            _bandwidth(share.rank, share.ranks[t.peer], ranks_per_node, costs.message_bandwidth, costs)
-            for t in transfers
-        ]
-        moved = sum(t.rows * row * itemsize / speed for t, speed in zip(transfers, bandwidths, strict=True))
+    def hop(transfers: tuple[Transfer, ...], weight: int) -> float:
+        peers = [share.ranks[t.peer] for t in transfers]
+        speeds = [_bandwidth(share.rank, peer, ranks_per_node, costs.message_bandwidth, costs) for peer in peers]
+        moved = sum(t.rows * num_kv * weight / speed for t, speed in zip(transfers, speeds, strict=True))
         return moved + costs.message_latency * len(transfers)
 
-    forward = backward = 0.0
+    total = 0.0
     for stage in share.stages:
         compute = sum(_compute(step, num_q, costs) for step in stage.steps)
         gradients = tuple(t for step in stage.steps for t in (step.grad_send, step.home_send) if t)
-        sent = hop(stage.sends, costs.itemsize)
-        forward += max(compute, sent)
-        backward += max(_BACKWARD * compute, sent + hop(gradients, max(costs.itemsize, 4)))
-    return (
-        forward
-        + backward
-        + (0.0 if share.heads is None else _exchange_seconds(share.rank, share.heads, ranks_per_node, costs))
-    )
+        sent = hop(stage.sends, row)
+        returned = hop(gradients, 2 * costs.head_dim * max(costs.itemsize, 4))
+        total += max(compute, sent) + max(_BACKWARD * compute, sent + returned)
+    return total if share.heads is None else total + _exchange_seconds(share, share.heads, ranks_per_node, costs, row)
 
 
 def _compute(step: Step, num_q: int, costs: Costs) -> float:
@@ -162,12 +193,13 @@ def _compute(step: Step, num_q: int, costs: Costs) -> float:
     return 4.0 * costs.head_dim * num_q * work + costs.tile_overhead * len(sides)
 
 
-def _exchange_seconds(rank: int, heads: HeadShare, ranks_per_node: int | None, costs: Costs) -> float:
+def _exchange_seconds(share: RankPlan, heads: HeadShare, ranks_per_node: int | None, costs: Costs, row: int) -> float:
     """q, k, v there and out back, then d out there and dq, dk, dv back."""
     size = costs.head_dim * costs.itemsize
-    there = heads.bytes_there(size, 2 * size) + heads.bytes_there(size, 0)
+    there = heads.bytes_there(size, row) + heads.bytes_there(size, 0)
     sent = there + heads.bytes_back(size, 0) + heads.bytes_back(size, 2 * size)
-    slowest = min(_bandwidth(rank, peer, ranks_per_node, costs.all_to_all_bandwidth, costs) for peer in heads.members)
+    within = costs.all_to_all_bandwidth
+    slowest = min(_bandwidth(share.rank, peer, ranks_per_node, within, costs) for peer in heads.members)
     return sent / slowest + 4 * costs.all_to_all_latency
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from longspan.plan.choose import Costs, choose_route
 from longspan.plan.cut import area_by_rank
-from longspan.plan.layout import Layout, check_rank
+from longspan.plan.layout import Layout, check_rank, whole
 from longspan.plan.mask import Mask
 from longspan.plan.routes import AUTO, STAGED, Degrees, Work, degrees_of
 from longspan.plan.steps import RankPlan
@@ -49,14 +49,23 @@ def plan_attention(
             f"the layout covers {layout.seq_len} tokens and the mask {mask.seq_len}",
             hint="both count the tokens of the global row; document lengths must sum to seq_len",
         )
-    heads = None if heads is None else check_heads(*heads)
+    check_wire_dtype(wire_dtype)
+    heads = None if heads is None else check_heads(*_two(heads))
+    inner = None if inner is None else whole("inner", inner)
     reason = ""
     if route == AUTO:
         if inner is not None:
             raise SpecError(f"inner={inner} is for a route of two levels; {AUTO!r} chooses", hint="leave inner out")
-        route, inner, reason = choose_route(layout, mask, heads, tp, ranks_per_node, costs or Costs())
+        route, inner, reason = choose_route(layout, mask, heads, tp, ranks_per_node, costs or Costs(), wire_dtype)
     degrees = degrees_of(route, layout.ranks, heads, inner, tp, ranks_per_node)
-    return Plan(layout, mask, route, heads, degrees, check_wire_dtype(wire_dtype), reason)
+    return Plan(layout, mask, route, heads, degrees, wire_dtype, reason)
+
+
+def _two(heads: Any) -> tuple[int, int]:
+    """The two numbers of `heads`, else an error."""
+    if not isinstance(heads, tuple | list) or len(heads) != 2:
+        raise SpecError(f"heads={heads!r} is not a pair", hint="give (query heads, KV heads), such as (32, 8)")
+    return whole("query heads", heads[0]), whole("KV heads", heads[1])
 
 
 def check_heads(num_q: int, num_kv: int) -> tuple[int, int]:

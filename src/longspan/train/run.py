@@ -18,7 +18,7 @@ from longspan.train.config import TrainConfig
 from longspan.train.loader import make_loader
 from longspan.train.model import make_model, model_config
 from longspan.train.monitor import Monitor, gather_usage, measure
-from longspan.train.step import StepResult, TrainStep
+from longspan.train.step import StepResult, TrainStep, check_plan
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def train(config: TrainConfig, *, quiet: bool = False, progress: Callable[[int],
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> None:
     """Refuse what the ranks would refuse, before there are any."""
+    check_plan(config, model_config(config))
     store = prepare_corpus(config, progress)
     folder = checkpoint.newest(config.run_dir)
     if config.export:

@@ -8,7 +8,7 @@ tokens of the global batch, whatever the wrapper averages by.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from longspan.attention.context import ContextParallel
 from longspan.attention.context import Sequence as Sharded
 from longspan.attention.staged import Projections, Transform
 from longspan.data import Batch
-from longspan.model import Attend, Decoder, SelfAttention, WholeLayer, mean_loss_scale
-from longspan.plan import STAGED, Costs, Mask
+from longspan.model import Attend, Decoder, ModelConfig, SelfAttention, WholeLayer, mean_loss_scale
+from longspan.plan import STAGED, Costs, Layout, Mask, head_stages, plan_attention
 from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
@@ -58,7 +58,7 @@ class TrainStep:
             kernel=parallel.kernel,
             wire_dtype=parallel.wire_dtype,
             slots_multiple_of=parallel.slots_multiple_of,
-            costs=None if parallel.costs is None else Costs.load(parallel.costs),
+            costs=costs_of(config, model.config),
         )
         self.dp_group = mesh["dp"].get_group()
         world = dist.group.WORLD
@@ -149,6 +149,25 @@ def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
     """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
     windows = {name: None if name == "full" else int(name.removeprefix("window-")) for name in names}
     return {name: Mask.documents(batch.lengths, window=window) for name, window in windows.items()}
+
+
+def costs_of(config: TrainConfig, model: ModelConfig) -> Costs:
+    """What route "auto" reckons with: measured costs or typical ones, for this model's heads and type."""
+    costs = Costs() if config.parallel.costs is None else Costs.load(config.parallel.costs)
+    return replace(costs, head_dim=model.head_dim, itemsize=DTYPES[config.dtype].itemsize)
+
+
+def check_plan(config: TrainConfig, model: ModelConfig) -> None:
+    """Refuse what no rank could carry out, before there is one: a plan of one token a rank is refused for the same."""
+    parallel = config.parallel
+    layout = Layout.named(parallel.layout, parallel.cp, parallel.cp)
+    plan = plan_attention(
+        layout, Mask.causal(parallel.cp), parallel.route, (model.num_heads, model.num_kv_heads), parallel.inner,
+        wire_dtype=parallel.wire_dtype, costs=costs_of(config, model),
+    )  # fmt: skip
+    heads = plan.rank_plan(0).heads
+    if parallel.route == STAGED and heads is not None:
+        head_stages(heads, parallel.heads_per_stage)
 
 
 def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:

@@ -7,7 +7,9 @@ from typing import Any
 
 from longspan.comm.launch import launch
 from longspan.train.config import TrainConfig
+from longspan.train.model import model_config
 from longspan.train.run import prepare_corpus
+from longspan.train.step import check_plan
 from longspan.verify.baseline import run_baseline
 from longspan.verify.config import VerifyConfig
 from longspan.verify.evidence import Evidence
@@ -33,6 +35,8 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
         for layout in cases.layouts
         for route in cases.routes
     ]
+    for replay in replays:
+        check_plan(replay, model_config(replay))
     prepare_corpus(config)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder:
