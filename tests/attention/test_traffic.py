@@ -1,8 +1,5 @@
 """Bytes and pairs measured apart from our own counters: at the backend's sends, at the kernels' arguments, at the sockets."""
 
-import os
-import socket
-import struct
 from collections import Counter
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -10,6 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from benchmarks.harness import tcp_bytes_sent
 
 from longspan.attention import sdpa
 from longspan.attention.attention import attention
@@ -202,23 +200,6 @@ def test_documents_that_stay_whole_call_nothing_but_the_comparison_of_the_ranks(
             assert forward in ({"all_gather_single": 1}, {"_allgather_base": 1}), (route, forward)
             assert backward == {}, (route, backward)
             assert posted == 0, route
-
-
-def tcp_bytes_sent() -> int:
-    """Payload that this process's TCP sockets have sent, by the kernel's own count (`struct tcp_info`, Linux)."""
-    total = 0
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as copy:
-                if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                    info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                    sent, again = struct.unpack_from("QQ", info, 200)
-                    total += sent - again
-        except OSError:
-            continue
-    return total
 
 
 def _at_the_sockets(group, rank, plan, backward, dim):

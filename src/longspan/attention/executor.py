@@ -166,8 +166,8 @@ def differentiate_rows(
             with lane.after():
                 returning.expect(following)
             continue
-        for gradients in range(len(steps)):
-            compute(*steps.pop(0), returning.here[gradients], returning.arrive)
+        for index in range(len(steps)):  # by index: a name would hold gradients that have left
+            compute(*steps.pop(0), returning.here[index], returning.arrive)
         with lane.after():
             returning.arrive()
             returning.hand_over(stage, following)

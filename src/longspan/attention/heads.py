@@ -14,7 +14,7 @@ import torch
 
 from longspan.attention.kernel import Kernel
 from longspan.attention.merge import accumulation_dtype
-from longspan.attention.rows import Group
+from longspan.attention.rows import Group, in_one_piece
 from longspan.attention.wire import WIRES
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import Call
@@ -128,9 +128,9 @@ class HeadExchange:
         others = [m for m in self._all if m != own]
         for dtype in dict.fromkeys(x.dtype for x in tensors) if others else ():
             pairs = [(m, n) for m in others for n, x in enumerate(tensors) if x.dtype == dtype]
-            like = next(x for x in tensors if x.dtype == dtype)
-            going = _views(like, [_rows_together(leaving[m][n], shapes[own][n]) for m, n in pairs])
-            coming = _views(like, [shapes[m][n] for m, n in pairs])
+            outgoing = [_rows_together(leaving[m][n], shapes[own][n]) for m, n in pairs]
+            going = in_one_piece(tensors[0], outgoing, dtype)
+            coming = in_one_piece(tensors[0], [shapes[m][n] for m, n in pairs], dtype)
             hop = Hop()
             for (member, n), out, into in zip(pairs, going, coming, strict=True):
                 if leaving[member][n]:
@@ -198,10 +198,3 @@ def _rows_together(pieces: Sequence[Tensor], like: Sequence[int]) -> tuple[int, 
     """The shape of runs of rows put together, `like` this one where there are none."""
     B, heads, _, D = pieces[0].shape if pieces else like
     return B, heads, sum(piece.shape[2] for piece in pieces), D
-
-
-def _views(like: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Uninitialised tensors of these shapes, one after the other in one piece of memory."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    flat = torch.split(like.new_empty(sum(sizes)), sizes) if sizes else ()
-    return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]

@@ -181,14 +181,16 @@ class ReturningGradients:
 
 def _buffers(rows: int, own: Rows, wire_dtype: str | None) -> Rows:
     """Room for rows on their way, keys and values one after the other."""
-    wire = WIRES[wire_dtype]
-    shapes, dtype = [], own[0].dtype
-    for like in own:
-        width, dtype = wire.width(like)
-        shapes.append((*like.shape[:2], rows, width))
+    (width, dtype), (width_v, _) = (WIRES[wire_dtype].width(x) for x in own)
+    keys, values = in_one_piece(own[0], [(*own[0].shape[:2], rows, width), (*own[1].shape[:2], rows, width_v)], dtype)
+    return keys, values
+
+
+def in_one_piece(like: Tensor, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    """Uninitialised tensors of these shapes, one after the other in one piece of memory: a collective takes them as one."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
-    keys, values = torch.split(own[0].new_empty(sum(sizes), dtype=dtype), sizes)
-    return keys.view(shapes[0]), values.view(shapes[1])
+    flat = torch.split(like.new_empty(sum(sizes), dtype=dtype), sizes) if sizes else ()
+    return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]
 
 
 def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
