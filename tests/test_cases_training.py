@@ -116,6 +116,10 @@ class Row:
         return (self.seq_len,)
 
     @property
+    def parents(self) -> tuple[int, ...]:
+        return ()
+
+    @property
     def num_targets(self) -> int:
         return sum(self.valid)
 

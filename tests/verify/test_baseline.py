@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.data import Loader, open_store
-from longspan.verify.baseline import attend_documents, run_baseline
+from longspan.data import Batch, Loader, open_store
+from longspan.train.model import make_model
+from longspan.verify.baseline import attend_documents, loss_sum, run_baseline
 from tests.train import reference
 from tests.train.tiny import make_config, write_corpus
 
@@ -63,6 +64,32 @@ def test_documents_and_windows_by_hand() -> None:
     assert packed.tolist() == pytest.approx([0.0, 0.5, 1.0, 1.5, 2.0, 5.0, 5.5, 6.0])
     assert attend_documents(zero, zero, v, [16], "full").flatten()[8] == pytest.approx(4.0)
     assert attend_documents(zero, zero, v, [16], "window-4").flatten()[8] == pytest.approx(6.5)
+
+
+def test_a_shared_prompt_by_hand() -> None:
+    """Prompt 2, responses 1 + 2, q=k=0, v_j=j: the second response sees 0, 1 and itself; a window counts positions."""
+    v = torch.arange(5.0).view(1, 1, 5, 1)
+    zero = torch.zeros(1, 1, 5, 2)
+    out = attend_documents(zero, zero, v, [2, 1, 2], "full", (-1, 0, 0)).flatten()
+    assert out.tolist() == pytest.approx([0.0, 0.5, (0 + 1 + 2) / 3, (0 + 1 + 3) / 3, (0 + 1 + 3 + 4) / 4])
+    out = attend_documents(zero, zero, v, [2, 1, 2], "window-2", (-1, 0, 0)).flatten()
+    assert out.tolist() == pytest.approx([0.0, 0.5, (1 + 2) / 2, (1 + 3) / 2, (3 + 4) / 2])
+
+
+@pytest.mark.parametrize("windows", [None, [4, None]])
+def test_shared_prompts_equal_sequences_of_their_own(windows: list[int | None] | None) -> None:
+    config = make_config(**({} if windows is None else {"model__windows": windows}))
+    prompt, responses = [3, 1, 4, 1, 5, 9], [[2, 6, 5], [], [3, 5, 8, 9]]
+    alone = [(prompt + response, [0] * len(prompt) + [1] * len(response)) for response in responses]
+    model = make_model(config)
+    weights = {name: w.detach().clone().requires_grad_() for name, w in model.state_dict().items()}
+    want = torch.stack([reference.loss_sum(weights, model.config, document) for document in alone]).sum()
+    want.backward()
+    got = loss_sum(model, Batch.from_shared_prompt(prompt, responses))
+    got.backward()
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
 def test_it_imports_neither_plan_nor_attention() -> None:

@@ -1,12 +1,14 @@
 """Breaking any one rule of DESIGN.md section 2 makes `verify` fail; breaking none does not."""
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
-from longspan.data import Loader
+from longspan.data import Batch, Loader
 from longspan.train.config import TrainConfig
 from longspan.verify.baseline import run_baseline
 from longspan.verify.evidence import Evidence
@@ -108,6 +110,31 @@ def test_rounding_on_the_wire_passes_and_hides_no_fault(folder: Path, route: str
 def test_nothing_broken_passes_under_ddp_and_over_dp(folder: Path) -> None:
     assert verdict(folder, "fp64", "nothing", parallel__wrapper="ddp").passed
     assert verdict(folder, "fp64", "nothing", parallel__dp=2).passed
+
+
+def load_shared_prompts(config: TrainConfig, store: Any, dp_rank: int, dp_size: int) -> Iterator[Batch]:
+    """In the place of `longspan.train.loader.make_loader`: prompts with responses, in other numbers each time."""
+    for index in itertools.count():
+        responses = [[index % 7, *range(5 + r)] for r in range(1 + index % 3)]
+        yield Batch.concat([Batch.from_shared_prompt(range(9, 20), responses), Batch.from_documents([range(6)])])
+
+
+def replay_shared_prompts(group: Any, rank: int, config: TrainConfig, gradients: Path, fault: str) -> Evidence:
+    with patch("longspan.verify.replay.make_loader", load_shared_prompts):
+        return replay_on_ranks(group, rank, config, STEPS, gradients, fault)
+
+
+@pytest.mark.parametrize("fault", ["nothing", "dropped_document_boundaries", "one_dropped_document_boundary"])
+@pytest.mark.parametrize("windows", [None, [5, None]])
+def test_shared_prompts_are_verified(
+    folder: Path, tmp_path: Path, fault: str, windows: list[int | None] | None
+) -> None:
+    changes = {} if windows is None else {"model__windows": windows}
+    config = make_config(folder, accumulation=2, parallel__cp=2, **changes)
+    with patch("longspan.verify.baseline.make_loader", load_shared_prompts):
+        right = run_baseline(config, STEPS, tmp_path / "baseline.safetensors")
+    seen = run_ranks(2, replay_shared_prompts, config, tmp_path / "replay.safetensors", fault)[0]
+    assert judge(config, seen, right, right).passed == (fault == "nothing")
 
 
 def read_by_the_global_rank(group: Any, rank: int, config: TrainConfig, gradients: Path) -> tuple[str, str]:

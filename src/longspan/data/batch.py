@@ -1,24 +1,46 @@
 """Batch: one flattened axis of S tokens with its labels, positions and document lengths, all of the GLOBAL row.
 Labels are shifted here, once, before any sharding; no target and no position crosses a document.
 
-Shape suffixes: S global tokens of the row, N documents.
+    documents              from_documents      a b c | d e
+    rows with padding      from_padded         . a b c / . . d e   and a mask
+    rows with positions    from_positions      a b c d e           and 0 1 2 0 1
+    a row with bounds      from_cu_seqlens     a b c d e           and 0 3 5
+    a prompt, its answers  from_shared_prompt  a b c, d e, f
+
+Shape suffixes: S global tokens of the row (of a user's array: its columns), B rows of a user's array, N documents.
 """
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from longspan.data.arrays import (
+    IGNORE,
+    Flags,
+    IntArray,
+    check_runs,
+    first,
+    flags,
+    integers,
+    joined,
+    of_shape,
+    one_each,
+    place,
+    short,
+    sizes_of,
+    targets,
+)
 from longspan.spec import DataError
 
 if TYPE_CHECKING:
     import torch
 
-IGNORE = -100
-IntArray = npt.NDArray[np.int64]
+Values = TypeVar("Values", npt.NDArray[Any], "torch.Tensor")
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,23 +54,34 @@ class Batch:
 
     `input_ids`, `labels`, `position_ids` are int64 (S,), read-only; `lengths` N document lengths (zeros harmless).
     Labels are already shifted. A label is either -100 or the next token of its document, which is checked: labels
-    still to be shifted cannot pass for a batch. To ignore targets, give `from_documents` loss masks.
+    still to be shifted cannot pass for a batch.
+
+    `parents`: for each document the number of an earlier one that it continues, whose tokens it sees whole and whose
+    positions it goes on from, or -1; () if there is none. A document that is continued continues none itself.
+
+    The constructors `from_...` read arrays of numpy or tensors on the CPU, and copy them. What is a target is said by a
+    `loss_mask` (1: this token is to be predicted) or by `labels` as Hugging Face's collators give them: in the place of
+    the ids, not yet shifted, -100 where ignored. Without either every token that has one before it is a target.
 
     Raises DataError: no token, another shape or dtype, a negative id, lengths that do not sum to S, labels or
-    positions that do not follow from ids and lengths.
+    positions that do not follow from ids and lengths, labels that were shifted before, labels beside a loss mask.
     """
 
     input_ids: IntArray
     labels: IntArray
     position_ids: IntArray
     lengths: tuple[int, ...]
+    parents: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("input_ids", "labels", "position_ids"):
             view = _int64_row(getattr(self, name), name).view()
             view.flags.writeable = False
             object.__setattr__(self, name, view)
-        object.__setattr__(self, "lengths", tuple(int(n) for n in _checked_lengths(self.lengths)))
+        sizes = sizes_of(self.lengths)
+        object.__setattr__(self, "lengths", tuple(sizes.tolist()))
+        parents = _checked_parents(self.parents, sizes.size)
+        object.__setattr__(self, "parents", tuple(parents.tolist()) if (parents >= 0).any() else ())
         S = self.input_ids.size
         if S == 0:
             raise DataError("a batch has no token", hint="give at least one document that is not empty")
@@ -59,30 +92,149 @@ class Batch:
         if self.input_ids.min() < 0:
             raise DataError(f"input id {self.input_ids.min()} at token {self.input_ids.argmin()} is negative")
         _check_labels(self.labels, shift_labels(self.input_ids, self.lengths))
-        _check_positions(self.position_ids, positions(self.lengths))
+        _check_positions(self.position_ids, positions(self.lengths, self.parents))
 
     @classmethod
     def from_documents(
-        cls, documents: Sequence[npt.ArrayLike], loss_masks: Sequence[npt.ArrayLike | None] | None = None
+        cls,
+        documents: Sequence[npt.ArrayLike],
+        loss_masks: Sequence[npt.ArrayLike | None] | None = None,
+        *,
+        labels: Sequence[npt.ArrayLike | None] | None = None,
     ) -> "Batch":
-        """Documents, each integer (n,), end to end; loss masks, (n,) of 0 and 1 or None, say what is a target."""
-        rows = [_integers(document, f"document {i}") for i, document in enumerate(documents)]
-        lengths = [row.size for row in rows]
-        mask = None if loss_masks is None else _joined_masks(loss_masks, lengths)
-        ids = np.concatenate([np.empty(0, np.int64), *rows])
-        return cls(ids, shift_labels(ids, lengths, mask), positions(lengths), tuple(lengths))
+        """Documents, each integer (n,), end to end; loss masks (n,) of 0 and 1, or labels (n,), or None for each."""
+        rows = [integers(document, f"document {i}") for i, document in enumerate(documents)]
+        given = zip(rows, one_each(labels, rows, "labels"), one_each(loss_masks, rows, "loss masks"), strict=True)
+        wanted = [targets(row, label, mask, of=f" of document {i}") for i, (row, label, mask) in enumerate(given)]
+        return cls._packed(joined(rows, np.int64), [row.size for row in rows], joined(wanted, np.bool_))
+
+    @classmethod
+    def from_padded(
+        cls,
+        input_ids: npt.ArrayLike,
+        attention_mask: npt.ArrayLike,
+        *,
+        labels: npt.ArrayLike | None = None,
+        loss_mask: npt.ArrayLike | None = None,
+    ) -> "Batch":
+        """Rows (B, S) with padding before or behind their tokens, where `attention_mask` (B, S) is 0.
+
+        The tokens of a row, where the mask is 1, are a document; a row of padding alone is one of length 0. Padding is
+        not in the batch: nobody computes it. What it holds in `labels` or `loss_mask` is not looked at. `to_padded`
+        puts the values of the batch's tokens in their places in the rows.
+
+        Raises DataError: padding between the tokens of a row.
+        """
+        ids = integers(input_ids, "input_ids", (2,))
+        real = flags(attention_mask, ids.shape, "attention_mask")
+        check_runs(real)
+        wanted = targets(ids, labels, loss_mask, within=real)
+        return cls._packed(ids[real], real.sum(1), wanted[real])
+
+    @classmethod
+    def from_positions(
+        cls,
+        input_ids: npt.ArrayLike,
+        position_ids: npt.ArrayLike,
+        *,
+        labels: npt.ArrayLike | None = None,
+        loss_mask: npt.ArrayLike | None = None,
+    ) -> "Batch":
+        """Packed rows, (S,) or (B, S), whose documents begin where `position_ids`, of the same shape, are 0.
+
+        Raises DataError: a row that does not begin with position 0, or positions that skip (see `lengths_from_positions`).
+        """
+        ids = integers(input_ids, "input_ids", (1, 2))
+        places = of_shape(integers(position_ids, "position_ids", (1, 2)), ids.shape, "position_ids")
+        return cls._packed(ids, lengths_from_positions(places), targets(ids, labels, loss_mask))
+
+    @classmethod
+    def from_cu_seqlens(
+        cls,
+        input_ids: npt.ArrayLike,
+        cu_seqlens: npt.ArrayLike,
+        *,
+        labels: npt.ArrayLike | None = None,
+        loss_mask: npt.ArrayLike | None = None,
+    ) -> "Batch":
+        """A packed row, (S,) or (1, S), and where its documents begin and end: `cu_seqlens` integer (N + 1,), from 0 to S.
+
+        Raises DataError: bounds that do not begin at 0, end at S and ascend. Equal ones are documents of length 0.
+        """
+        ids = integers(input_ids, "input_ids", (1, 2))
+        if ids.ndim == 2 and len(ids) != 1:
+            raise DataError(
+                f"input_ids have {len(ids)} rows, but cu_seqlens bound the documents of one",
+                hint="flatten the rows and add the tokens before each to its cu_seqlens",
+            )
+        bounds = integers(cu_seqlens, "cu_seqlens")
+        if not bounds.size or bounds[0] != 0 or bounds[-1] != ids.size or (np.diff(bounds) < 0).any():
+            raise DataError(
+                f"cu_seqlens {short(bounds)} do not ascend from 0 to the {ids.size} input_ids",
+                hint="give where each document begins, then where the last ends: cut off what belongs to none",
+            )
+        return cls._packed(ids, np.diff(bounds), targets(ids, labels, loss_mask))
+
+    @classmethod
+    def from_shared_prompt(
+        cls,
+        prompt: npt.ArrayLike,
+        responses: Sequence[npt.ArrayLike],
+        loss_masks: Sequence[npt.ArrayLike | None] | None = None,
+    ) -> "Batch":
+        """One prompt, integer (n,), computed once, and many responses to it, each integer (m,); loss masks of these (m,).
+
+            prompt a b c      documents     a b | c d e | c f       parents    -1 0 0
+            responses         input_ids     a b   c d e   c f
+              d e             labels        - -   d e -   f -
+              f               position_ids  0 1   2 3 4   2 3
+
+        The first token of each response is predicted by the prompt's last, which has no single next token. So the prompt
+        leaves its last token to each response: losses and gradients are exactly those of the prompt and each response
+        as documents of their own. The tokens of the prompt are no targets. Several prompts: `Batch.concat`.
+
+        Raises DataError: an empty prompt, no response.
+        """
+        ids = integers(prompt, "prompt")
+        answers = [integers(response, f"response {i}") for i, response in enumerate(responses)]
+        if not ids.size or not answers:
+            raise DataError(
+                f"a prompt of {ids.size} tokens with {len(answers)} responses has nothing to share",
+                hint="without a prompt use Batch.from_documents",
+            )
+        rows, wanted = [ids[:-1]], [np.zeros(ids.size - 1, np.bool_)]
+        for i, (answer, mask) in enumerate(zip(answers, one_each(loss_masks, answers, "loss masks"), strict=True)):
+            rows.append(np.append(ids[-1:], answer))
+            wanted.append(np.append(False, targets(answer, None, mask, of=f" of response {i}")))
+        parents = (-1, *[0] * len(answers))
+        return cls._packed(joined(rows, np.int64), [row.size for row in rows], joined(wanted, np.bool_), parents)
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":
         """One batch whose token axis is that of `batches` end to end. Raises DataError: no batch."""
         if not batches:
             raise DataError("nothing to concatenate", hint="give at least one batch")
+        before = np.cumsum([0, *(len(batch.lengths) for batch in batches)]).tolist()
+        parents = [
+            parent + offset if parent >= 0 else -1
+            for batch, offset in zip(batches, before, strict=False)
+            for parent in batch.parents or [-1] * len(batch.lengths)
+        ]
         return cls(
             np.concatenate([batch.input_ids for batch in batches]),
             np.concatenate([batch.labels for batch in batches]),
             np.concatenate([batch.position_ids for batch in batches]),
             tuple(length for batch in batches for length in batch.lengths),
+            tuple(parents),
         )
+
+    @classmethod
+    def _packed(
+        cls, ids: IntArray, lengths: Sequence[int] | IntArray, wanted: Flags, parents: tuple[int, ...] = ()
+    ) -> "Batch":
+        """Documents end to end; `ids`, and whether each is to be predicted, row after row."""
+        row, sizes = ids.flatten(), tuple(int(n) for n in lengths)
+        return cls(row, shift_labels(row, sizes, wanted.flatten()), positions(sizes, parents), sizes, parents)
 
     @property
     def seq_len(self) -> int:
@@ -97,7 +249,7 @@ class Batch:
     def digest(self) -> bytes:
         """sha256 (32 bytes) of all contents; equal on every rank that read the same batch."""
         digest = hashlib.sha256(f"longspan.Batch {self.seq_len} {len(self.lengths)}\n".encode())
-        for values in (self.input_ids, self.labels, self.position_ids, self.lengths):
+        for values in (self.input_ids, self.labels, self.position_ids, self.lengths, self.parents):
             digest.update(np.asarray(values, dtype="<i8").tobytes())
         return digest.digest()
 
@@ -119,55 +271,71 @@ def shift_labels(
 
     Raises DataError: lengths that do not sum to S, a mask of another length or with other values.
     """
-    row = _integers(ids, "ids")
-    sizes = _checked_lengths(lengths)
+    row = integers(ids, "ids")
+    sizes = sizes_of(lengths)
     if sizes.sum() != row.size:
         raise DataError(
-            f"lengths {_short(sizes)} sum to {sizes.sum()}, but there are {row.size} ids",
+            f"lengths {short(sizes)} sum to {sizes.sum()}, but there are {row.size} ids",
             hint="give the lengths of the documents of this row, all of them",
         )
     labels = np.full(row.size, IGNORE, np.int64)
     labels[:-1] = row[1:]
     labels[np.cumsum(sizes)[sizes > 0] - 1] = IGNORE
     if loss_mask is not None:
-        mask = _checked_mask(loss_mask, row.size, "loss_mask")
+        mask = flags(loss_mask, row.shape, "loss_mask")
         labels[:-1][~mask[1:]] = IGNORE
     return labels
 
 
-def positions(lengths: Sequence[int] | IntArray) -> IntArray:
-    """Positions int64 (S,) that restart at 0 in every document: `positions([3, 2])` is `[0, 1, 2, 0, 1]`."""
-    sizes = _checked_lengths(lengths)
-    return np.arange(sizes.sum(), dtype=np.int64) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+def positions(lengths: Sequence[int] | IntArray, parents: Sequence[int] = ()) -> IntArray:
+    """Positions int64 (S,) that restart at 0 in every document: `positions([3, 2])` is `[0, 1, 2, 0, 1]`.
+
+    A document with a parent (see `Batch`) goes on from it: `positions([3, 2, 1], [-1, 0, 0])` is `[0, 1, 2, 3, 4, 3]`.
+    """
+    sizes = sizes_of(lengths)
+    before = _checked_parents(parents, sizes.size)
+    begins = np.cumsum(sizes) - sizes - np.where(before >= 0, sizes[before], 0)
+    return np.arange(sizes.sum(), dtype=np.int64) - np.repeat(begins, sizes)
 
 
 def lengths_from_positions(position_ids: npt.ArrayLike) -> tuple[int, ...]:
-    """Document lengths of a packed row given by its position ids, integer (S,): every 0 begins a document.
+    """Document lengths of packed rows given by their position ids, integer (S,) or (B, S): every 0 begins a document.
 
-    Raises DataError: a position that is neither 0 nor one more than the last, as in a shard of a row.
+    Raises DataError: a position that is neither 0 nor one more than the last of its row, as in a shard of a row.
     """
-    row = _integers(position_ids, "position_ids")
-    starts = row == 0
-    broken = ~starts & (row != np.concatenate([[-1], row[:-1]]) + 1)
-    if row.size and not starts[0]:
-        broken[0] = True
+    rows = np.atleast_2d(integers(position_ids, "position_ids", (1, 2)))
+    last = np.concatenate([np.full_like(rows[:, :1], -1), rows[:, :-1]], axis=1)
+    broken = (rows != 0) & (rows != last + 1)
     if broken.any():
-        i = int(broken.argmax())
-        before = "begins the row" if i == 0 else f"follows {row[i - 1]}"
+        at = first(broken)
+        before = "begins the row" if at[1] == 0 else f"follows {last[at]}"
         raise DataError(
-            f"position {row[i]} at token {i} {before}; a position is 0 or one more than the last",
+            f"position {rows[at]} at {place(at if len(rows) > 1 else at[1:])} {before}; "
+            "a position is 0 or one more than the last",
             hint="give the positions of the global row, before it is sharded",
         )
-    return tuple(int(n) for n in np.diff(np.append(np.flatnonzero(starts), row.size)))
+    return tuple(np.diff(np.append(np.flatnonzero(rows == 0), rows.size)).tolist())
 
 
-def _integers(values: npt.ArrayLike, name: str) -> IntArray:
-    array = np.asarray(values)
-    if array.size == 0 and array.ndim == 1:
-        return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise DataError(f"{name} has shape {array.shape} and dtype {array.dtype}, not (S,) and integer")
-    return array.astype(np.int64, copy=False)
+def to_padded(values: Values, attention_mask: npt.ArrayLike, fill: float = 0.0) -> Values:
+    """The way back from `Batch.from_padded`: a value for each token, (S,) or (1, S), as rows (B, S) with `fill` at padding.
+
+    `attention_mask` is the one the batch was made with. An array gives an array; a tensor gives a tensor on its device,
+    through which gradients flow.
+
+    Raises DataError: another number of values than the mask has tokens.
+    """
+    real = flags(attention_mask, None, "attention_mask")
+    if (given := math.prod(values.shape)) != real.sum():
+        raise DataError(f"{given} values for the {real.sum()} tokens of attention_mask {real.shape}")
+    if isinstance(values, np.ndarray):
+        rows = np.full(real.shape, fill, values.dtype)
+        rows[real] = values.reshape(-1)
+        return rows
+    import torch  # here, so that a corpus can be prepared without it
+
+    empty = values.new_full(real.shape, fill)
+    return empty.masked_scatter(torch.from_numpy(real).to(values.device), values.reshape(-1))
 
 
 def _int64_row(values: object, name: str) -> IntArray:
@@ -179,32 +347,18 @@ def _int64_row(values: object, name: str) -> IntArray:
     return values
 
 
-def _checked_lengths(lengths: Sequence[int] | IntArray) -> IntArray:
-    sizes = _integers(lengths, "lengths")
-    if sizes.size and sizes.min() < 0:
-        raise DataError(f"lengths {_short(sizes)} hold {sizes.min()}; a document has 0 tokens or more")
-    return sizes
-
-
-def _checked_mask(loss_mask: npt.ArrayLike, size: int, name: str) -> npt.NDArray[np.bool_]:
-    mask = np.asarray(loss_mask)
-    if mask.shape != (size,):
-        raise DataError(f"{name} has shape {mask.shape}, but there are {size} ids")
-    if not np.isin(mask, (0, 1)).all():
-        raise DataError(f"{name} holds {mask[~np.isin(mask, (0, 1))][0]}; its values are 0 and 1")
-    return mask.astype(np.bool_)
-
-
-def _joined_masks(loss_masks: Sequence[npt.ArrayLike | None], lengths: list[int]) -> npt.NDArray[np.bool_]:
-    if len(loss_masks) != len(lengths):
-        raise DataError(
-            f"{len(loss_masks)} loss masks for {len(lengths)} documents", hint="give one, or None, for each"
-        )
-    masks = [
-        np.ones(length, np.bool_) if mask is None else _checked_mask(mask, length, f"loss mask {i}")
-        for i, (mask, length) in enumerate(zip(loss_masks, lengths, strict=True))
-    ]
-    return np.concatenate([np.empty(0, np.bool_), *masks])
+def _checked_parents(parents: Sequence[int], count: int) -> IntArray:
+    given = integers(parents, "parents")
+    if not given.size:
+        return np.full(count, -1, np.int64)
+    if given.size != count:
+        raise DataError(f"{given.size} parents for {count} documents", hint="give one, or -1, for each")
+    continues = given >= 0
+    wrong = (given < -1) | (given >= np.arange(count)) | (continues & continues[given.clip(0, count - 1)])
+    if wrong.any():
+        i = int(wrong.argmax())
+        raise DataError(f"parent {given[i]} of document {i} is not an earlier document that has none itself, nor -1")
+    return given
 
 
 def _check_labels(labels: IntArray, expected: IntArray) -> None:
@@ -222,10 +376,7 @@ def _check_positions(position_ids: IntArray, expected: IntArray) -> None:
     if (position_ids != expected).any():
         i = int((position_ids != expected).argmax())
         raise DataError(
-            f"position {position_ids[i]} at token {i} should be {expected[i]}: positions restart in every document",
-            hint="use positions(lengths)",
+            f"position {position_ids[i]} at token {i} should be {expected[i]}: "
+            "positions restart in every document that has no parent",
+            hint="use positions(lengths, parents)",
         )
-
-
-def _short(values: IntArray) -> str:
-    return str(values.tolist()) if values.size <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"

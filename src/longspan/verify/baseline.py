@@ -74,28 +74,37 @@ def loss_sum(model: Decoder, batch: Batch, wire_dtype: str | None = None) -> Ten
     tensors = batch.tensors()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
-        return attend_documents(q, rounded(k, wire_dtype), rounded(v, wire_dtype), batch.lengths, mask)
+        k, v = rounded(k, wire_dtype), rounded(v, wire_dtype)
+        return attend_documents(q, k, v, batch.lengths, mask, batch.parents)
 
     return model(tensors["input_ids"], tensors["position_ids"], attend, labels=tensors["labels"])
 
 
-def attend_documents(q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], mask: str) -> Tensor:
-    """Causal SDPA of each document alone, q `(B, H, S, D)`; "window-w" keeps the last `w` keys by a dense mask."""
+def attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], mask: str, parents: Sequence[int] = ()
+) -> Tensor:
+    """Causal SDPA of each document alone, q `(B, H, S, D)`; "window-w" keeps the last `w` keys by a dense mask.
+
+    A document with a parent runs as one sequence with it, of which its own part is kept.
+    """
+    documents = list(zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True))
     outs = []
-    for q_doc, k_doc, v_doc in zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True):
-        length = q_doc.shape[2]
-        if length == 0:
+    for document, own, parent in zip(documents, lengths, parents or [-1] * len(lengths), strict=True):
+        if own == 0:
             continue
+        if parent >= 0:
+            document = tuple(torch.cat(parts, dim=2) for parts in zip(documents[parent], document, strict=True))
+        q_doc, k_doc, v_doc = document
+        length = q_doc.shape[2]
         if mask == "full":
             visible = None
         else:
             away = torch.arange(length)[:, None] - torch.arange(length)
             visible = (away >= 0) & (away < int(mask.removeprefix("window-")))
-        outs.append(
-            F.scaled_dot_product_attention(
-                q_doc, k_doc, v_doc, attn_mask=visible, is_causal=visible is None, enable_gqa=True
-            )
+        out = F.scaled_dot_product_attention(
+            q_doc, k_doc, v_doc, attn_mask=visible, is_causal=visible is None, enable_gqa=True
         )
+        outs.append(out[:, :, -own:])
     return torch.cat(outs, dim=2)
 
 
