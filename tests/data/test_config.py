@@ -6,7 +6,7 @@ from pathlib import Path
 import pydantic
 import pytest
 
-from longspan.data import DataConfig
+from longspan.data import DataConfig, FitConfig
 
 
 def test_defaults():
@@ -29,11 +29,48 @@ def test_defaults():
         {"max_documents": 0},
         {"on_error": "ignore"},
         {"shufle": False},
+        {"packing": "best"},
+        {"packing": "fit", "fit": {"max_wait": 3}},
     ],
 )
 def test_wrong_values_and_unknown_keys_are_refused(wrong):
-    with pytest.raises(pydantic.ValidationError, match=next(iter(wrong))):
+    with pytest.raises(pydantic.ValidationError, match=list(wrong)[-1]):
         DataConfig(**{"paths": ["a.txt"], "row_tokens": 64, **wrong})
+
+
+def test_options_of_fit():
+    config = DataConfig(paths=["a.txt"], row_tokens=64)
+    assert (config.packing, config.fit, config.fit_options) == ("stream", None, None)
+    assert DataConfig(paths=["a.txt"], row_tokens=64, packing="fit").fit_options == FitConfig()
+    config = DataConfig(paths=["a.txt"], row_tokens=64, packing="fit", fit={"buckets": [8, 16]})
+    assert config.fit_options == FitConfig(buckets=(8, 16))
+    assert DataConfig.model_validate(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (
+            {"fit": {"balance": "area", "buffer": 64}},
+            "fit.balance='area', fit.buffer=64 means nothing to packing \"stream\"",
+            'leave it out, or set packing="fit"',
+        ),
+        (
+            {"fit": {}},
+            'fit means nothing to packing "stream"',
+            'leave it out, or set packing="fit"',
+        ),
+        (
+            {"packing": "fit", "fit": {"buckets": [8, 64]}},
+            "bucket 64 is not below row_tokens 64",
+            "leave it out: the last bucket holds",
+        ),
+    ],
+)
+def test_an_option_that_means_nothing_is_refused(options, message, hint):
+    with pytest.raises(pydantic.ValidationError, match=message) as caught:
+        DataConfig(paths=["a.txt"], row_tokens=64, **options)
+    assert hint in str(caught.value)
 
 
 def test_frozen():

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.data import Batch, Loader, TokenStore, eval_batches
+from longspan.data import Batch, FitConfig, Loader, TokenStore, eval_batches
 from longspan.spec import DataError, SpecError
 
 lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=10)
 degrees = st.integers(1, 4)
+fits = st.none() | st.builds(FitConfig, buffer=st.integers(1, 6), buckets=st.sampled_from([(), (2,)]))
 
 
 def make_store(lengths, heldout=(), **changes):
@@ -91,26 +92,29 @@ def test_the_order_of_a_seed_is_fixed_for_good():
     assert [int(next(loader).input_ids[0]) // 4 for _ in range(8)] == [6, 3, 4, 0, 2, 7, 5, 1]
 
 
-@given(lengths_strategy, st.integers(1, 12), degrees, st.integers(0, 3), st.booleans())
+@given(lengths_strategy, st.integers(3, 12), degrees, st.integers(0, 3), st.booleans(), fits)
 @settings(deadline=None)
-def test_every_token_once_per_epoch(lengths, row_tokens, dp_size, seed, shuffle):
+def test_every_token_once_per_epoch(lengths, row_tokens, dp_size, seed, shuffle, fit):
     store = make_store(lengths)
-    loaders = make_loaders(store, dp_size, row_tokens=row_tokens, seed=seed, shuffle=shuffle)
-    rows = loaders[0].rows_per_epoch
-    steps = -(-3 * rows // dp_size)
-    batches = [next(loader) for _ in range(steps) for loader in loaders]
-    for epoch in range(3):
-        ids = np.concatenate([batch.input_ids for batch in batches[epoch * rows : (epoch + 1) * rows]])
+    loaders = make_loaders(store, dp_size, row_tokens=row_tokens, seed=seed, shuffle=shuffle, fit=fit)
+    (alone,) = make_loaders(store, 1, row_tokens=row_tokens, seed=seed, shuffle=shuffle, fit=fit)
+    epochs = [[], [], []]
+    while alone.epoch < 3:
+        epochs[alone.epoch].append(next(alone))
+    batches = [next(loader) for _ in range(-(-sum(map(len, epochs)) // dp_size)) for loader in loaders]
+    for rows in epochs:
+        ids = np.concatenate([batch.input_ids for batch in batches[: len(rows)]])
         assert sorted(ids.tolist()) == list(range(sum(lengths)))
+        batches = batches[len(rows) :]
 
 
-@given(lengths_strategy, degrees, st.integers(1, 3), degrees)
+@given(lengths_strategy, degrees, st.integers(1, 3), degrees, fits)
 @settings(deadline=None)
-def test_the_same_rows_at_every_dp_degree(lengths, dp_size, rows_per_batch, accumulation):
+def test_the_same_rows_at_every_dp_degree(lengths, dp_size, rows_per_batch, accumulation, fit):
     """Batches of (dp_size, rows_per_batch, accumulation) are those of dp 1, one row a batch, dealt in turn."""
     store = make_store(lengths)
-    loaders = make_loaders(store, dp_size, rows_per_batch=rows_per_batch)
-    (alone,) = make_loaders(store, 1)
+    loaders = make_loaders(store, dp_size, rows_per_batch=rows_per_batch, fit=fit)
+    (alone,) = make_loaders(store, 1, fit=fit)
     for _ in range(3 * accumulation):
         rows = [next(alone) for _ in range(dp_size * rows_per_batch)]
         for rank, loader in enumerate(loaders):
@@ -118,19 +122,79 @@ def test_the_same_rows_at_every_dp_degree(lengths, dp_size, rows_per_batch, accu
         assert loaders[0].state_dict() == alone.state_dict()
 
 
-@given(lengths_strategy, degrees, degrees, st.integers(0, 12))
+@given(lengths_strategy, degrees, degrees, st.integers(0, 12), fits)
 @settings(deadline=None)
-def test_resuming_at_another_dp_degree_repeats_and_skips_nothing(lengths, before, after, steps):
+def test_resuming_at_another_dp_degree_repeats_and_skips_nothing(lengths, before, after, steps, fit):
     store = make_store(lengths)
-    (alone,) = make_loaders(store, 1)
-    first = make_loaders(store, before)
+    (alone,) = make_loaders(store, 1, fit=fit)
+    first = make_loaders(store, before, fit=fit)
     seen = stream(first, steps)
     states = [json.loads(json.dumps(loader.state_dict())) for loader in first]
     assert all(state == states[0] for state in states)
-    second = make_loaders(store, after)
+    second = make_loaders(store, after, fit=fit)
     for loader in second:
         loader.load_state_dict(states[0])
     assert seen + stream(second, 9) == stream([alone], steps * before + 9 * after)
+
+
+@pytest.mark.parametrize("balance", ["none", "area"])
+def test_an_epoch_in_parts_at_dp_1_2_and_4_reads_every_token_once(balance):
+    """Accumulation keeps 4 rows a step, in the middle of the second epoch, whose rows may be more or fewer."""
+    store = make_store(np.random.default_rng(0).integers(1, 40, 300))
+    fit = FitConfig(buffer=16, balance=balance)
+    options = {"row_tokens": 64, "fit": fit, "rows_per_step": 4}
+    (alone,) = make_loaders(store, 1, **options)
+    state, ids = alone.state_dict(), []
+    for dp_size, steps in ((1, 15), (2, 40), (4, 20)):
+        loaders = make_loaders(store, dp_size, **options)
+        for loader in loaders:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        for _ in range(steps * 4 // dp_size):
+            ids += [next(loader).input_ids for loader in loaders]
+        state = loaders[0].state_dict()
+        assert all(loader.state_dict() == state for loader in loaders)
+    for epoch in range(3):
+        rows = alone.rows_per_epoch
+        assert sorted(np.concatenate(ids[:rows]).tolist()) == list(range(store.num_tokens))
+        assert all(next(alone).input_ids.tolist() == row.tolist() for row in ids[:rows])
+        assert alone.epoch == epoch + 1
+        ids = ids[rows:]
+
+
+def test_steps_are_evened_wherever_an_epoch_begins():
+    """21 rows an epoch, 10 of them one long document: a step of 2 that is not of one kind is an exception."""
+    store = make_store([8] * 10 + [1] * 81)
+    (loader,) = make_loaders(store, 1, row_tokens=8, fit=FitConfig(balance="area"), rows_per_step=2)
+    assert loader.rows_per_epoch == 21
+    steps = [{next(loader).lengths for _ in range(2)} for _ in range(10 * 21 // 2)]
+    assert loader.epoch == 10
+    mixed = sum((8,) in step and len(step) == 2 for step in steps)
+    assert mixed <= 2 * 10  # in a window of 8 steps, and where one epoch follows another
+
+
+def test_epochs_may_differ_in_rows():
+    (loader,) = make_loaders(make_store([5, 3, 6, 2, 4, 4, 7, 1]), 1, row_tokens=8, fit=FitConfig(buffer=2))
+    rows = []
+    while loader.epoch < 20:
+        if loader.epoch == len(rows):
+            rows.append(loader.rows_per_epoch)
+            assert loader.steps_per_epoch(2) == -(-rows[-1] // 2)
+        next(loader)
+    assert len(set(rows)) > 1
+
+
+def test_a_document_longer_than_a_row_is_refused_by_its_number():
+    store = make_store([4, 5, 9, 3], heldout=[1])
+    refuse = FitConfig(long_documents="refuse")
+    with pytest.raises(DataError, match="document 2 has 9 tokens, more than row_tokens 8; 1 of 3 documents are longer"):
+        make_loaders(store, 1, row_tokens=8, fit=refuse)
+    with pytest.raises(DataError, match="document 1 has 5 tokens, more than row_tokens 4; 1 of 1 documents are longer"):
+        eval_batches(store, 4, 0, 1, fit=refuse)
+
+
+def test_a_corpus_without_a_token_is_refused():
+    with pytest.raises(DataError, match="there is no token to train on"):
+        make_loaders(make_store([0, 0]), 1)
 
 
 def test_ranks_of_one_group_read_the_same_batch():
@@ -151,10 +215,16 @@ def test_resuming_reads_no_token_of_the_rows_before():
     base = make_store([4] * 100)
     store = Guarded(**vars(base))
     loader = Loader(store, row_tokens=4, dp_rank=0, dp_size=1, seed=0)
-    loader.load_state_dict({**loader.state_dict(), "row": 10**9 + 50})
+    loader.load_state_dict({**loader.state_dict(), "row": 10**9 + 50, "epoch": 10**7, "epoch_start": 10**9})
     assert loader.epoch == 10**7
     next(loader)
     assert len(reads) == 1
+
+
+PACKING = (
+    "packing is 'stream' in the state, 'fit' here; buffer is None in the state, 8 here; buckets is None in the state, [] "
+    "here; long_documents is None in the state, 'cut' here; balance is None in the state, 'none' here"
+)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +236,7 @@ def test_resuming_reads_no_token_of_the_rows_before():
         ({"seed": 4}, {}, "split_seed is 0 in the state, 4 here"),
         ({}, {"seed": 1}, "seed is 0 in the state, 1 here"),
         ({}, {"shuffle": False}, "shuffle is True in the state, False here"),
+        ({}, {"fit": FitConfig(buffer=8)}, PACKING),
         ({}, {"row_tokens": 8, "seed": 2}, "seed is 0 in the state, 2 here; row_tokens is 4 in the state, 8 here"),
     ],
 )
@@ -177,12 +248,31 @@ def test_a_state_of_another_stream_names_the_values(changes, options, message):
     assert caught.value.message == f"loader state is of another stream: {message}"
 
 
+def test_a_state_of_another_step_is_refused_where_steps_are_evened():
+    def state(rows_per_step, **options):
+        (loader,) = make_loaders(make_store([4, 4]), 1, rows_per_step=rows_per_step, fit=FitConfig(**options))
+        return loader
+
+    state(2).load_state_dict(state(4).state_dict())
+    text = (
+        "another stream: rows_per_step is 4 in the state, 2 here\n\nhint: set accumulation so .* accumulation is 4; or"
+    )
+    with pytest.raises(DataError, match=text):
+        state(2, balance="area").load_state_dict(state(4, balance="area").state_dict())
+    with pytest.raises(DataError, match="another stream: buffer is 64 in the state, 8 here"):
+        state(2, buffer=8).load_state_dict(state(2).state_dict())
+
+
 def test_a_state_that_is_none_is_refused():
     (loader,) = make_loaders(make_store([4, 4]), 1)
-    with pytest.raises(DataError, match=r"loader state has the keys \['rows'\], not \['corpus', .*\]"):
+    with pytest.raises(DataError, match=r"loader state has the keys \['rows'\], not \['balance', .*\]"):
         loader.load_state_dict({"rows": 4})
     with pytest.raises(DataError, match="row -1, not a count"):
         loader.load_state_dict({**loader.state_dict(), "row": -1})
+    with pytest.raises(DataError, match=r"epoch_start 1\.5, not a count"):
+        loader.load_state_dict({**loader.state_dict(), "epoch_start": 1.5})
+    with pytest.raises(DataError, match="row 7, which is not in epoch 2, of rows 4 to 5"):
+        loader.load_state_dict({**loader.state_dict(), "row": 7, "epoch": 2, "epoch_start": 4})
 
 
 def test_arguments_are_checked():
@@ -194,12 +284,25 @@ def test_arguments_are_checked():
         ({"rows_per_batch": 0}, "rows_per_batch 0 is below 1"),
         ({"row_tokens": 0}, "row_tokens 0 is below 1"),
         ({"seed": -1}, "seed -1 is negative"),
+        ({"rows_per_step": 3}, "rows_per_step 3 is not a multiple of dp_size 2 x rows_per_batch 1"),
+        ({"rows_per_step": 0}, "rows_per_step 0 is not a multiple"),
+        ({"fit": FitConfig(buckets=(4,))}, "bucket 4 is not below row_tokens 4"),
     ]:
         with pytest.raises(SpecError, match=message):
             Loader(store, **{"row_tokens": 4, "dp_rank": 0, "dp_size": 2, "seed": 0, **wrong})
     (loader,) = make_loaders(store, 1)
     with pytest.raises(SpecError, match="dp_size 2 and accumulation 0 must be 1 or more"):
         loader.steps_per_epoch(2, 0)
+
+
+@pytest.mark.parametrize("balance", ["none", "area"])
+@given(lengths=lengths_strategy, dp_size=degrees)
+def test_evaluation_fits_whole_documents_at_every_dp_degree(balance, lengths, dp_size):
+    store, fit = make_store([3, *lengths], heldout=range(1, len(lengths) + 1)), FitConfig(balance=balance)
+    ranks = [list(eval_batches(store, 9, rank, dp_size, fit=fit)) for rank in range(dp_size)]
+    rows = [batch for step in zip(*ranks, strict=True) for batch in step if batch is not None]
+    assert sorted(length for row in rows for length in row.lengths) == sorted(lengths)
+    assert [row.digest() for row in rows] == [row.digest() for row in eval_batches(store, 9, 0, 1, fit=FitConfig())]
 
 
 @given(lengths_strategy, degrees, st.none() | st.integers(1, 5))

@@ -2,9 +2,10 @@
 A corpus is read once (`open_store`), a `Loader` deals its rows to data-parallel ranks, a `Batch` is ready to shard.
 """
 
-from longspan.data.batch import Batch, lengths_from_positions, positions, shift_labels
+from longspan.data.batch import Batch, lengths_from_positions, positions, shift_labels, to_padded
 from longspan.data.config import DataConfig
 from longspan.data.documents import Document, read_documents
+from longspan.data.fit import FitConfig, FittedRows, fit_rows
 from longspan.data.loader import Loader, eval_batches
 from longspan.data.packing import Piece, Rows, pack, tokenize
 from longspan.data.store import TokenStore, open_store, unigram_entropy
@@ -15,6 +16,8 @@ __all__ = [
     "ByteTokenizer",
     "DataConfig",
     "Document",
+    "FitConfig",
+    "FittedRows",
     "HuggingFaceTokenizer",
     "Loader",
     "Piece",
@@ -22,6 +25,7 @@ __all__ = [
     "TokenStore",
     "Tokenizer",
     "eval_batches",
+    "fit_rows",
     "lengths_from_positions",
     "load_tokenizer",
     "open_store",
@@ -29,6 +33,7 @@ __all__ = [
     "positions",
     "read_documents",
     "shift_labels",
+    "to_padded",
     "tokenize",
     "unigram_entropy",
 ]

@@ -6,7 +6,10 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from longspan.data.fit import FitConfig
+from longspan.spec import SpecError
 
 
 class DataConfig(BaseModel):
@@ -26,6 +29,10 @@ class DataConfig(BaseModel):
     """"bytes", or the path of a tokenizer.json or of the folder that holds one."""
     row_tokens: Annotated[int, Field(ge=1)]
     """Tokens of a row: the global sequence length S of a micro-batch of one row."""
+    packing: Literal["stream", "fit"] = "stream"
+    """"stream": documents end to end, cut where a row ends. "fit": whole documents in rows of up to `row_tokens`."""
+    fit: FitConfig | None = None
+    """Options of packing "fit"; None: their defaults."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Fraction of the documents kept for evaluation, at least one document; 0: none."""
     seed: Annotated[int, Field(ge=0)] = 0
@@ -36,3 +43,19 @@ class DataConfig(BaseModel):
     """Read at most this many documents."""
     cache_dir: Path = Field(default_factory=lambda: Path(tempfile.gettempdir()) / "longspan")
     """Folder of the tokenised corpora."""
+
+    @property
+    def fit_options(self) -> FitConfig | None:
+        """What `Loader` takes as `fit`: None for packing "stream"."""
+        return None if self.packing == "stream" else self.fit or FitConfig()
+
+    @model_validator(mode="after")
+    def _check(self) -> "DataConfig":
+        if self.packing == "stream" and self.fit is not None:
+            options = ", ".join(f"fit.{name}={getattr(self.fit, name)!r}" for name in sorted(self.fit.model_fields_set))
+            raise SpecError(
+                f'{options or "fit"} means nothing to packing "stream"', hint='leave it out, or set packing="fit"'
+            )
+        if self.fit is not None:
+            self.fit.check(self.row_tokens)
+        return self

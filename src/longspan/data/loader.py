@@ -2,31 +2,38 @@
 It is keyed by the data-parallel rank alone, so that all ranks of a CP, TP or PP group read the same batch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from longspan.data.batch import Batch
-from longspan.data.packing import IntArray, Rows
+from longspan.data.fit import FitConfig, fit_rows
+from longspan.data.packing import IntArray, Piece, Rows
 from longspan.data.store import TokenStore
 from longspan.spec import DataError, SpecError
 
 
 class _Epoch(NamedTuple):
-    """Training documents in the order of one epoch, and the rows they are cut into."""
+    """Training documents in the order of one epoch, and their rows, the first of which is row `start` of the stream."""
 
     number: int
+    start: int
     order: IntArray
-    rows: Rows
+    rows: Sequence[list[Piece]]
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.rows)
 
 
 class Loader(Iterator[Batch]):
     """Batches of one data-parallel rank, without end.
 
-    Each epoch shuffles the training documents by (seed, epoch), concatenates them and cuts rows of `row_tokens`
-    tokens (the epoch's last may be shorter). The rows of all epochs form one global stream, which does not know the
-    dp degree; a batch of every rank together takes the next `dp_size * rows_per_batch` rows, dealt in turn:
+    Each epoch shuffles the training documents by (seed, epoch) and packs them: without `fit`, end to end, cut into rows of
+    `row_tokens` tokens (the epoch's last may be shorter), as `packing.Rows`; else whole, as `fit_rows`. The rows of all
+    epochs form one global stream, which does not know the dp degree; a batch of every rank together takes the next
+    `dp_size * rows_per_batch` rows, dealt in turn:
 
         dp_size=2, rows_per_batch=2      stream   0 1 2 3 | 4 5 6 7 | ...
                                          rank 0   0   2     4   6
@@ -35,8 +42,12 @@ class Loader(Iterator[Batch]):
     So dp 2, and dp 1 with 2 accumulated micro-batches, read the same rows for the same global batch. A batch that
     reaches past an epoch continues in the next.
 
+    `rows_per_step`: rows of an optimizer step, of all ranks and micro-batches, which `fit.balance="area"` evens. None: a
+    step of one batch a rank.
+
     Raises SpecError: `row_tokens`, `rows_per_batch` or `dp_size` below 1, a `dp_rank` not below `dp_size`, a
-    negative seed.
+    negative seed, a step that is not a number of batches, and what `fit_rows` raises. DataError: no token to train on, a
+    document longer than a row, if `fit` refuses them.
     """
 
     def __init__(
@@ -49,12 +60,20 @@ class Loader(Iterator[Batch]):
         dp_size: int,
         seed: int,
         shuffle: bool = True,
+        fit: FitConfig | None = None,
+        rows_per_step: int | None = None,
     ) -> None:
         _check_rank(dp_rank, dp_size)
         if rows_per_batch < 1:
             raise SpecError(f"rows_per_batch {rows_per_batch} is below 1")
         if seed < 0:
             raise SpecError(f"seed {seed} is negative")
+        rows_per_step = dp_size * rows_per_batch if rows_per_step is None else rows_per_step
+        if rows_per_step < 1 or rows_per_step % (dp_size * rows_per_batch):
+            raise SpecError(
+                f"rows_per_step {rows_per_step} is not a multiple of dp_size {dp_size} x rows_per_batch {rows_per_batch}",
+                hint="it is dp_size x rows_per_batch x accumulated batches",
+            )
         self._store = store
         self._row_tokens = row_tokens
         self._rows_per_batch = rows_per_batch
@@ -62,18 +81,25 @@ class Loader(Iterator[Batch]):
         self._dp_size = dp_size
         self._seed = seed
         self._shuffle = shuffle
+        self._fit = fit
+        self._rows_per_step = rows_per_step
         self._row = 0  # rows of the global stream consumed by all ranks together
-        self._epoch = self._make_epoch(0)
+        self._epoch = self._make_epoch(0, 0)
+        if not len(self._epoch.rows):
+            raise DataError("there is no token to train on", hint="give a document that is not empty")
 
     @property
     def rows_per_epoch(self) -> int:
-        """ceil(training tokens / row_tokens), of all ranks together; the same in every epoch."""
-        return len(self._epoch.rows)
+        """Rows of the epoch the next batch begins in, of all ranks together.
+
+        Without `fit`, ceil(training tokens / row_tokens) in every epoch; with it and shuffled, epochs may differ by a few.
+        """
+        return len(self._epoch_of(self._row).rows)
 
     @property
     def epoch(self) -> int:
         """The epoch the next batch begins in, from 0."""
-        return self._row // self.rows_per_epoch
+        return self._epoch_of(self._row).number
 
     def steps_per_epoch(self, dp_size: int, accumulation: int = 1) -> int:
         """Optimizer steps that read every row of an epoch, if each of `dp_size` ranks accumulates that many batches."""
@@ -90,30 +116,38 @@ class Loader(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, the same on every rank: plain values that JSON can hold."""
-        return {"row": self._row, **self._identity()}
+        epoch = self._epoch_of(self._row)
+        return {"row": self._row, "epoch": epoch.number, "epoch_start": epoch.start, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches of the saved loader, at any dp degree and rows per batch, without reading them.
 
-        Raises DataError: a state of another corpus, tokenizer, split, seed or row length, which names the values.
+        With `fit.balance="area"`, accumulation has to make up for another dp degree: the rows of a step are part of the
+        stream.
+
+        Raises DataError: a state of another corpus, tokenizer, split, seed, row length or packing, which names the values.
         """
         here = self._identity()
-        if set(state) != {"row", *here}:
-            raise DataError(f"loader state has the keys {sorted(state)}, not {sorted({'row', *here})}")
+        keys = {"row", "epoch", "epoch_start", *here}
+        if set(state) != keys:
+            raise DataError(f"loader state has the keys {sorted(state)}, not {sorted(keys)}")
         differing = [
             f"{name} is {_short(state[name])} in the state, {_short(here[name])} here"
             for name in here
             if state[name] != here[name]
         ]
         if differing:
+            hint = "set the values of the run that saved it, or start without its state"
+            if state["rows_per_step"] and here["rows_per_step"] != state["rows_per_step"]:
+                hint = f"set accumulation so that rows_per_batch x dp x accumulation is {state['rows_per_step']}; or {hint}"
+            raise DataError(f"loader state is of another stream: {'; '.join(differing)}", hint=hint)
+        row, number, start = (_count(state, name) for name in ("row", "epoch", "epoch_start"))
+        epoch = self._make_epoch(number, start)
+        if not start <= row < epoch.stop:
             raise DataError(
-                f"loader state is of another stream: {'; '.join(differing)}",
-                hint="set the values of the run that saved it, or start without its state",
+                f"loader state has row {row}, which is not in epoch {number}, of rows {start} to {epoch.stop - 1}"
             )
-        row = state["row"]
-        if not isinstance(row, int) or isinstance(row, bool) or row < 0:
-            raise DataError(f"loader state has row {row!r}, not a count of rows")
-        self._row = row
+        self._row, self._epoch = row, epoch
 
     def _identity(self) -> dict[str, Any]:
         """All that decides the global stream of rows."""
@@ -125,31 +159,46 @@ class Loader(Iterator[Batch]):
             "seed": self._seed,
             "shuffle": self._shuffle,
             "row_tokens": self._row_tokens,
+            "packing": "stream" if self._fit is None else "fit",
+            **dict.fromkeys(FitConfig.model_fields),
+            **({} if self._fit is None else self._fit.model_dump(mode="json")),
+            "rows_per_step": self._rows_per_step if self._fit and self._fit.balance == "area" else None,
         }
 
     def _row_documents(self, row: int) -> list[np.ndarray[Any, Any]]:
-        epoch, row = divmod(row, self.rows_per_epoch)
-        if epoch != self._epoch.number:
-            self._epoch = self._make_epoch(epoch)
-        return _documents(self._store, self._epoch.order, self._epoch.rows, row)
+        epoch = self._epoch_of(row)
+        return _documents(self._store, epoch.order, epoch.rows, row - epoch.start)
 
-    def _make_epoch(self, number: int) -> _Epoch:
+    def _epoch_of(self, row: int) -> _Epoch:
+        """Rows are asked for in ascending order, so an epoch that was left is not needed again."""
+        while row >= self._epoch.stop:
+            self._epoch = self._make_epoch(self._epoch.number + 1, self._epoch.stop)
+        return self._epoch
+
+    def _make_epoch(self, number: int, start: int) -> _Epoch:
         order = self._store.train
         if self._shuffle:
             # Sorting raw bits instead of Generator.permutation: NumPy keeps a bit generator's stream across versions,
             # not a Generator's, and a run must resume under a newer NumPy.
             bits = np.random.PCG64([self._seed, number]).random_raw(order.size)
             order = order[np.argsort(bits, kind="stable")]
-        return _Epoch(number, order, Rows(self._store.lengths[order], self._row_tokens))
+        rows = _rows(self._store, order, self._row_tokens, self._fit, self._rows_per_step, start)
+        return _Epoch(number, start, order, rows)
 
 
 def eval_batches(
-    store: TokenStore, row_tokens: int, dp_rank: int, dp_size: int, max_rows: int | None = None
+    store: TokenStore,
+    row_tokens: int,
+    dp_rank: int,
+    dp_size: int,
+    max_rows: int | None = None,
+    fit: FitConfig | None = None,
 ) -> Iterator[Batch | None]:
     """The held-out rows, in order, the first `max_rows` of them, one a batch, each on exactly one data-parallel rank.
 
     Every rank gets the same number of items, so that collectives line up. A rank for which no row is left gets None
-    and takes part with 0 targets: a repeated or dropped row would change the token-weighted mean.
+    and takes part with 0 targets: a repeated or dropped row would change the token-weighted mean. Rows are packed as
+    those of a `Loader` with the same `fit`, but for `balance`, which would let them depend on the number of ranks.
 
     Raises SpecError: as `Loader`, or `max_rows` below 1. DataError: nothing is held out.
     """
@@ -158,7 +207,7 @@ def eval_batches(
         raise SpecError(f"max_rows {max_rows} is below 1", hint="None reads every held-out row")
     if store.heldout.size == 0:
         raise DataError("no document is held out", hint="set heldout_fraction above 0")
-    rows = Rows(store.lengths[store.heldout], row_tokens)
+    rows = _rows(store, store.heldout, row_tokens, fit)
     count = len(rows) if max_rows is None else min(len(rows), max_rows)
     return (
         Batch.from_documents(_documents(store, store.heldout, rows, row)) if row < count else None
@@ -166,7 +215,21 @@ def eval_batches(
     )
 
 
-def _documents(store: TokenStore, order: IntArray, rows: Rows, row: int) -> list[np.ndarray[Any, Any]]:
+def _rows(
+    store: TokenStore,
+    order: IntArray,
+    row_tokens: int,
+    config: FitConfig | None,
+    rows_per_step: int = 1,
+    first_row: int = 0,
+) -> Sequence[list[Piece]]:
+    lengths = store.lengths[order]
+    if config is None:
+        return Rows(lengths, row_tokens)
+    return fit_rows(lengths, row_tokens, config, rows_per_step=rows_per_step, first_row=first_row, numbers=order)
+
+
+def _documents(store: TokenStore, order: IntArray, rows: Sequence[list[Piece]], row: int) -> list[np.ndarray[Any, Any]]:
     return [store.document(order[piece.document], piece.start, piece.stop) for piece in rows[row]]
 
 
@@ -175,6 +238,13 @@ def _check_rank(dp_rank: int, dp_size: int) -> None:
         raise SpecError(f"dp_size {dp_size} is below 1")
     if not 0 <= dp_rank < dp_size:
         raise SpecError(f"dp_rank {dp_rank} is not in 0..{dp_size - 1} (dp_size {dp_size})")
+
+
+def _count(state: dict[str, Any], name: str) -> int:
+    value = state[name]
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise DataError(f"loader state has {name} {value!r}, not a count")
+    return value
 
 
 def _short(value: object) -> str:

@@ -32,7 +32,7 @@ def pack(token_docs: Iterable[IntArray], row_tokens: int) -> Iterator[list[IntAr
 
     Raises SpecError: `row_tokens` below 1.
     """
-    _check_row_tokens(row_tokens)
+    check_row_tokens(row_tokens)
     return _pack(token_docs, row_tokens)
 
 
@@ -57,7 +57,7 @@ class Rows(Sequence[list[Piece]]):
     row_tokens: int
 
     def __post_init__(self) -> None:
-        _check_row_tokens(self.row_tokens)
+        check_row_tokens(self.row_tokens)
 
     def __len__(self) -> int:
         return -(-self._total // self.row_tokens)
@@ -108,6 +108,6 @@ def _pack(token_docs: Iterable[IntArray], row_tokens: int) -> Iterator[list[IntA
         yield row
 
 
-def _check_row_tokens(row_tokens: int) -> None:
+def check_row_tokens(row_tokens: int) -> None:
     if row_tokens < 1:
         raise SpecError(f"row_tokens {row_tokens} is below 1", hint="set the tokens of one row, such as 4096")

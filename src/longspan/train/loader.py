@@ -5,7 +5,10 @@ from longspan.train.config import TrainConfig
 
 
 def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: int) -> Loader:
-    """Rows keyed by the data-parallel rank alone: all ranks of a CP group read the same."""
+    """Rows keyed by the data-parallel rank alone: all ranks of a CP group read the same.
+
+    The rows of a step do not depend on `dp_size` where the configuration says dp: one process can read those of all ranks.
+    """
     return Loader(
         store,
         row_tokens=config.data.row_tokens,
@@ -14,4 +17,6 @@ def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: i
         dp_size=dp_size,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
+        fit=config.data.fit_options,
+        rows_per_step=config.accumulation * config.rows_per_batch * (config.parallel.dp or dp_size),
     )

@@ -1,0 +1,285 @@
+"""Whole documents fitted into rows, from their lengths alone: what `packing.Rows` says of rows that are cut at their edges.
+Deterministic, and the same at every dp and cp degree.
+
+    row_tokens=10        stream   aaaa bbbbbb | bb ccccccc d | dd eeeeee
+    documents 4 8 7 3 6  fit      aaaa eeeeee | bbbbbbbb     | ccccccc ddd
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain, islice, pairwise
+from typing import Annotated, Literal, overload
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from longspan.data.packing import IntArray, Piece, check_row_tokens
+from longspan.spec import DataError, SpecError
+
+_SLACK = 500  # a row is full if less than 1/500 is left: fuller ones use up the short documents that later rows need
+_WINDOW_STEPS = 8  # rows change places within this many steps, to stand beside rows of like area
+_UNITS = 1 << 13  # of a row, in which a best fit is sought: its work does not grow with longer rows
+
+
+class FitConfig(BaseModel):
+    """How whole documents are fitted into rows. Raises pydantic.ValidationError (a ValueError), as `DataConfig`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    buffer: Annotated[int, Field(ge=1)] = 64
+    """Documents to choose from, and the bound of a wait: from the first row of its bucket that holds a younger document, a
+    document is in one of the next `buffer - 1`."""
+    buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Ascending lengths in tokens: a row holds documents of one bucket only. (1024, 8192) makes three: documents of up to
+    1,024 tokens, of up to 8,192, and longer ones."""
+    long_documents: Literal["cut", "refuse"] = "cut"
+    """A document longer than a row: cut into full rows and a rest, which is a document of its own; or an error."""
+    balance: Literal["none", "area"] = "none"
+    """"area": the rows of an optimizer step have about the same number of visible (query, key) pairs."""
+
+    @field_validator("buckets")
+    @classmethod
+    def _ascending(cls, buckets: tuple[int, ...]) -> tuple[int, ...]:
+        if any(low >= high for low, high in pairwise(buckets)):
+            raise SpecError(f"buckets {list(buckets)} do not ascend", hint="give lengths such as [1024, 8192]")
+        return buckets
+
+    def check(self, row_tokens: int) -> None:
+        """Raises SpecError: a bucket that no document can be in."""
+        if self.buckets and self.buckets[-1] >= row_tokens:
+            raise SpecError(
+                f"bucket {self.buckets[-1]} is not below row_tokens {row_tokens}: no document would be above it",
+                hint="leave it out: the last bucket holds all that is longer than the bucket before",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class FittedRows(Sequence[list[Piece]]):
+    """Rows of whole documents, as `fit_rows` makes them.
+
+    `pieces` int64 (P, 3): document, start, stop of each piece, row after row; row `i` is `pieces[edges[i]:edges[i + 1]]`.
+    """
+
+    pieces: IntArray
+    edges: IntArray
+
+    def __len__(self) -> int:
+        return self.edges.size - 1
+
+    @overload
+    def __getitem__(self, row: int) -> list[Piece]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[list[Piece]]: ...
+    def __getitem__(self, row: int | slice) -> list[Piece] | list[list[Piece]]:
+        if isinstance(row, slice):
+            return [self._row(i) for i in range(len(self))[row]]
+        return self._row(range(len(self))[row])
+
+    @cached_property
+    def tokens(self) -> IntArray:
+        """Tokens of each row."""
+        return self._sums(self.pieces[:, 2] - self.pieces[:, 1])
+
+    @cached_property
+    def area(self) -> IntArray:
+        """Visible pairs of each row under a causal mask: n(n+1)/2 of each of its documents."""
+        sizes = self.pieces[:, 2] - self.pieces[:, 1]
+        return self._sums(sizes * (sizes + 1) // 2)
+
+    def _row(self, row: int) -> list[Piece]:
+        return [Piece(*piece) for piece in self.pieces[self.edges[row] : self.edges[row + 1]].tolist()]
+
+    def _sums(self, values: IntArray) -> IntArray:
+        return np.diff(np.concatenate([[0], np.cumsum(values)])[self.edges])
+
+
+def fit_rows(
+    lengths: IntArray,
+    row_tokens: int,
+    config: FitConfig | None = None,
+    *,
+    rows_per_step: int = 1,
+    first_row: int = 0,
+    numbers: IntArray | None = None,
+) -> FittedRows:
+    """Rows of at most `row_tokens` tokens that hold documents of these `lengths`, int64 (N,), each whole and once.
+
+    A buffer holds the documents that come next. A row takes the oldest first until a quarter of it is left, then the best
+    fit: those, the longest first, that fill the rest to 99.8% or as far as they can. If they cannot, the row gives back all
+    but its oldest, one by one, and tries again. So rows are full up to the last documents, from which there is little to
+    choose, and the mix of lengths stays natural. Every row takes the oldest, so a document waits for `buffer - 1` rows at
+    most, from the first that holds a younger one. Buckets are packed apart; their rows, in which this bound holds bucket by
+    bucket, follow each other by their oldest document.
+
+    With `balance="area"`, the full steps of `rows_per_step` rows (of all ranks and micro-batches together) are made of rows
+    of like area: 8 steps of rows are sorted by area and dealt to the steps, which follow each other by their oldest row.
+    `first_row`, the number of the first of these rows in the stream, says where in a step they begin. A row moves by less
+    than 8 steps.
+
+    Errors call document `i` `numbers[i]`, if given.
+
+    Raises SpecError: `row_tokens` or `rows_per_step` below 1, a bucket of `row_tokens` or more. DataError: a document
+    longer than a row, if they are refused.
+    """
+    config = config or FitConfig()
+    check_row_tokens(row_tokens)
+    config.check(row_tokens)
+    if rows_per_step < 1:
+        raise SpecError(f"rows_per_step {rows_per_step} is below 1")
+    if config.long_documents == "refuse":
+        _check_none_longer(lengths, row_tokens, np.arange(lengths.size) if numbers is None else numbers)
+    pieces = _cut(lengths, row_tokens)
+    sizes = pieces[:, 2] - pieces[:, 1]
+    bucket = np.searchsorted(np.array(config.buckets, np.int64), sizes)
+    rows = []
+    for number in range(len(config.buckets) + 1):
+        (members,) = np.nonzero(bucket == number)
+        rows += [members[row] for row in _fit_rows(sizes[members].tolist(), row_tokens, config.buffer)]
+    rows.sort(key=lambda row: row[0])
+    fitted = _rows_of(pieces, rows)
+    if config.balance == "none" or rows_per_step == 1:
+        return fitted
+    return _rows_of(pieces, [rows[i] for i in _even_steps(fitted.area, rows_per_step, -first_row % rows_per_step)])
+
+
+def _check_none_longer(lengths: IntArray, row_tokens: int, numbers: IntArray) -> None:
+    (longer,) = np.nonzero(lengths > row_tokens)
+    if longer.size:
+        first = longer[0]
+        raise DataError(
+            f"document {numbers[first]} has {lengths[first]} tokens, more than row_tokens {row_tokens}; "
+            f"{longer.size} of {lengths.size} documents are longer than a row, the longest has {lengths.max()}",
+            hint=f'set long_documents="cut", or row_tokens to {lengths.max()}',
+        )
+
+
+def _cut(lengths: IntArray, row_tokens: int) -> IntArray:
+    """Pieces (P, 3) of at most `row_tokens` tokens; a document of 0 tokens has none."""
+    counts = -(-lengths // row_tokens)
+    document = np.repeat(np.arange(lengths.size), counts)
+    start = (np.arange(document.size) - np.repeat(np.cumsum(counts) - counts, counts)) * row_tokens
+    return np.stack([document, start, np.minimum(start + row_tokens, lengths[document])], axis=1)
+
+
+def _rows_of(pieces: IntArray, rows: list[IntArray]) -> FittedRows:
+    order = np.concatenate([np.empty(0, np.int64), *rows])
+    return FittedRows(pieces[order], np.cumsum([0, *map(len, rows)], dtype=np.int64))
+
+
+def _even_steps(area: IntArray, rows_per_step: int, head: int) -> list[int]:
+    """Row numbers in a new order. The first `head` rows end a step of the epoch before; they and a last step stay."""
+    order = list(range(head))
+    stop = head + (area.size - head) // rows_per_step * rows_per_step
+    for start in range(head, stop, _WINDOW_STEPS * rows_per_step):
+        rows = sorted(range(start, min(start + _WINDOW_STEPS * rows_per_step, stop)), key=lambda row: (area[row], row))
+        steps = [sorted(rows[i : i + rows_per_step]) for i in range(0, len(rows), rows_per_step)]
+        order += chain.from_iterable(sorted(steps))
+    return order[: area.size] + list(range(max(stop, head), area.size))
+
+
+def _fit_rows(sizes: list[int], row_tokens: int, capacity: int) -> list[list[int]]:
+    """Pieces of one bucket, each row's ascending, which is oldest first."""
+    buffer = _Buffer(sizes, capacity)
+    rows = []
+    while buffer.by_age:
+        rows.append(sorted(_next_row(buffer, row_tokens)))
+    return rows
+
+
+class _Buffer:
+    """The pieces that come next, at most `capacity`: by age, and by size."""
+
+    def __init__(self, sizes: list[int], capacity: int) -> None:
+        self.by_age: dict[int, int] = {}  # size of each piece
+        self.by_size: list[tuple[int, int]] = []  # (size, piece)
+        self.tokens = 0
+        self.is_last = False
+        self._coming = enumerate(sizes)
+        self._capacity = capacity
+        self._refill()
+
+    def take(self, pieces: list[int]) -> None:
+        """Remove these pieces and let the next ones in."""
+        for piece in pieces:
+            size = self.by_age.pop(piece)
+            del self.by_size[bisect_left(self.by_size, (size, piece))]
+            self.tokens -= size
+        self._refill()
+
+    def fitting_tokens(self, room: int) -> int:
+        """Of the pieces that fit into `room`."""
+        return self.tokens - sum(size for size, _ in self.by_size[bisect_left(self.by_size, (room + 1,)) :])
+
+    def _refill(self) -> None:
+        for piece, size in islice(self._coming, self._capacity - len(self.by_age)):
+            self.by_age[piece] = size
+            insort(self.by_size, (size, piece))
+            self.tokens += size
+        self.is_last = len(self.by_age) < self._capacity
+
+
+def _next_row(buffer: _Buffer, row_tokens: int) -> list[int]:
+    row: list[int] = []
+    room = row_tokens
+    # Short documents: a buffer that holds less than twice the room that is left gives too little to choose from.
+    while not buffer.is_last and buffer.fitting_tokens(room) < 2 * room:
+        oldest = next((piece for piece, size in buffer.by_age.items() if size <= room), None)
+        if oldest is None:
+            break
+        row.append(oldest)
+        room -= buffer.by_age[oldest]
+        buffer.take([oldest])
+    chosen = _choose(buffer, room, row_tokens, 0 if row else 1)
+    buffer.take(chosen)
+    return row + chosen
+
+
+def _choose(buffer: _Buffer, room: int, row_tokens: int, at_least: int) -> list[int]:
+    """The oldest pieces until a quarter of the row is left, then the best fit; fewer of the oldest if that fills it better."""
+    slack = row_tokens // _SLACK
+    oldest = _oldest(buffer, room, row_tokens // 4)
+    least_left, best = room + 1, []
+    for count in range(len(oldest), at_least - 1, -1):
+        left = room - sum(buffer.by_age[piece] for piece in oldest[:count])
+        rest = _best_fit(buffer, set(oldest[:count]), left, slack, -(-row_tokens // _UNITS)) if left > slack else []
+        left -= sum(buffer.by_age[piece] for piece in rest)
+        if left < least_left:
+            least_left, best = left, oldest[:count] + rest
+        if left <= slack:
+            break
+    return best
+
+
+def _oldest(buffer: _Buffer, room: int, quarter: int) -> list[int]:
+    pieces = []
+    for piece, size in buffer.by_age.items():
+        if size > room or room <= quarter:
+            break
+        pieces.append(piece)
+        room -= size
+    return pieces
+
+
+def _best_fit(buffer: _Buffer, taken: set[int], room: int, slack: int, unit: int) -> list[int]:
+    """The first choice of pieces, longest first, whose tokens leave at most `slack` of `room`, or as little as can be.
+
+    Subset sums as the bits of an integer: bit `t` of `sums[i]` is set if some of the first `i` pieces have `t` units.
+    """
+    fitting = buffer.by_size[: bisect_left(buffer.by_size, (room + 1,))]
+    pieces = [(-(-size // unit), piece) for size, piece in reversed(fitting) if piece not in taken]
+    units = room // unit
+    mask = (1 << (units + 1)) - 1
+    sums = [1]
+    for size, _ in pieces:
+        sums.append(sums[-1] | (sums[-1] << size) & mask)
+        if sums[-1] >> max(units - slack // unit, 0):
+            break
+    total = sums[-1].bit_length() - 1
+    chosen = []
+    for i in range(len(sums) - 2, -1, -1):
+        if not sums[i] >> total & 1:
+            chosen.append(pieces[i][1])
+            total -= pieces[i][0]
+    return chosen
