@@ -30,9 +30,15 @@ def test_table() -> None:
     lines = result.stdout.splitlines()
     assert lines[0] == "zigzag layout, causal mask, ring route"
     assert lines[1] == "4 ranks, 8,192 tokens, imbalance 1.000, sent forward: 0.75 of a plain ring"
-    assert lines[3].split() == ["rank", "tokens", "pairs", "share", "KV", "rows", "in", "forward", "backward"]
-    assert lines[5].split() == ["0", "2,048", "8,389,632", "25.00%", "6,144", "12.0", "MiB", "60.0", "MiB"]
-    assert lines[10].split() == ["total", "8,192", "33,558,528", "100%", "18,432", "72.0", "MiB", "216", "MiB"]
+    assert lines[3].split() == ["rank", "tokens", "pairs", "blocks", "share", "rows", "in", "forward", "backward"]
+    assert lines[5].split() == ["0", "2,048", "8,389,632", "520", "25.00%", "6,144", "12.0", "MiB", "60.0", "MiB"]
+    assert lines[10].split() == ["total", "8,192", "33,558,528", "2.1k", "100%", "18,432", "72.0", "MiB", "216", "MiB"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_million_tokens_fit_80_columns() -> None:
+    lines = run("--seq-len", "1M", "--cp", "64", "--heads", "32/8", "--layout", "contiguous").stdout.splitlines()
+    assert lines[-3].split()[:5] == ["total", "1,048,576", "549,756,338,176", "33.6M", "100%"]
     assert max(map(len, lines)) <= 80
 
 
@@ -99,7 +105,7 @@ def test_suffixes(text: str, tokens: int) -> None:
         ),
         (
             ("--seq-len", "8k", "--layout", "spiral"),
-            "error: layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped\n",
+            "error: layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced\n",
         ),
         (("--seq-len", "0"), "error: seq_len=0: a mask covers at least one token\n"),
     ],
@@ -127,7 +133,7 @@ def test_auto_says_why_in_the_table_and_the_record(tmp_path: Path) -> None:
     assert (data["route"], data["reason"]) == (made.route, made.reason)
     table = run(*words).stdout
     assert made.reason in " ".join(table.split())
-    assert table.index(made.reason[:20]) < table.index("KV rows in")
+    assert table.index(made.reason[:20]) < table.index("rows in")
 
     costs = Costs(node_bandwidth=1e9, all_to_all_bandwidth=1e8, source="measured between 8 ranks")
     costs.save(tmp_path / "costs.json")
@@ -135,6 +141,12 @@ def test_auto_says_why_in_the_table_and_the_record(tmp_path: Path) -> None:
     made = plan_attention(layout, mask, "auto", (32, 8), ranks_per_node=4, costs=costs)
     assert (data["route"], data["reason"]) == (made.route, made.reason)
     assert data["reason"].endswith("(measured between 8 ranks)")
+
+
+def test_usp_that_is_a_ring_says_so() -> None:
+    words = ("--seq-len", "96", "--cp", "4", "--heads", "9/3", "--route", "usp")
+    assert (record(*words)["inner"], record(*words)["reason"]) == (1, "inner 1: a ring, no heads are exchanged")
+    assert "\ninner 1: a ring, no heads are exchanged\n" in "\n".join(map(str.rstrip, run(*words).stdout.splitlines()))
 
 
 def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
@@ -152,12 +164,18 @@ def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
         (
             ("--route", "ulysses", "--heads", "9/3"),
             "error: ulysses degree 4 does not divide 9 query heads (3 KV heads)\n\n"
-            "hint: use 1, 3 or 9, or --route ring\n",
+            "hint: use a ulysses degree of 1, 3 or 9; or --route ring\n",
         ),
         (
             ("--route", "ulysses", "--heads", "6/3", "--tp", "2"),
             "error: ulysses degree 4 does not divide 6 query heads (of 12, tp=2 has taken its share) (3 KV heads)\n\n"
-            "hint: use 1, 2, 3 or 6, lower tp, or --route ring\n",
+            "hint: use a ulysses degree of 1, 2, 3 or 6; lower tp; "
+            "keep 4 ranks by --route usp --inner 2 (ulysses inside, ring outside); or --route ring\n",
+        ),
+        (
+            ("--route", "usp", "--inner", "2", "--heads", "9/3"),
+            "error: inner ulysses degree 2 does not divide 9 query heads (3 KV heads)\n\n"
+            "hint: set --inner 1; or --route ring\n",
         ),
         (
             ("--route", "usp", "--inner", "3", "--heads", "8/8"),

@@ -179,7 +179,7 @@ def test_a_degree_that_does_not_fit_the_world_of_torchrun(
 def summary(**changes: Any) -> Summary:
     values: dict[str, Any] = {
         "steps": 3, "tokens": 1440, "ranks": 2, "loss": 2.5, "heldout_loss": 2.0, "unigram_entropy": 3.25,
-        "tokens_per_second": 1234.5, "run_dir": "runs/x",
+        "tokens_per_second": 1234.5, "pairs_imbalance": 1.0625, "time_imbalance": 1.5, "run_dir": "runs/x",
     }  # fmt: skip
     return Summary(**(values | changes))
 
@@ -192,6 +192,14 @@ def test_table(folder: Path) -> None:
     assert called.call_args.kwargs["quiet"] is True
     for text in ("1,440 tokens on 2 ranks", "1,234 tokens/s", "2.5000", "2.0000", "3.2500", "+1.2500 gained", "runs/x"):
         assert text in result.stdout
+    assert "1.06 x mean pairs, 1.50 x mean time in attention" in result.stdout
+
+
+def test_one_rank_is_not_compared_with_itself(folder: Path) -> None:
+    with patch("longspan.cli.train.run_training", return_value=summary(ranks=1)):
+        result = run(folder / "run.toml", "--quiet")
+    assert "busiest" not in result.stdout
+    assert "1,440 tokens on 1 ranks" in result.stdout
 
 
 def test_json_of_one_step_is_json(folder: Path) -> None:

@@ -94,9 +94,9 @@ def test_hops_side_by_side_count_once(hops, waiting, under_way, overlap):
 
 
 @pytest.mark.parametrize(("pairs", "shares", "right"), [(12, 1, 12), (12, 4, 3), (7, 2, 3.5), (0, 3, 0)])
-def test_pairs_of_a_share_of_the_heads(pairs, shares, right):
-    entry = Call("forward", "ulysses", "sdpa", 0, pairs_computed=pairs, head_shares=shares)
-    assert entry.pairs == right
+def test_pairs_and_blocks_of_a_share_of_the_heads(pairs, shares, right):
+    entry = Call("forward", "ulysses", "sdpa", 0, pairs_computed=pairs, blocks_computed=pairs, head_shares=shares)
+    assert entry.pairs == entry.blocks == right
     assert isinstance(entry.pairs, int if right == int(right) else float)
 
 

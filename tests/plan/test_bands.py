@@ -64,6 +64,49 @@ def test_area_by_hand(band, right):
     assert algebra.tile_area(band) == right
 
 
+def blocks_with_a_pair(band, size):
+    q0, _, k0, _, _, _ = band
+    return {((i - q0) // size, (j - k0) // size) for i, j in pairs(band)}
+
+
+@thorough
+@given(band_lists, st.integers(1, SIZE + 2))
+def test_blocks_counts_those_that_hold_a_pair(rows, size):
+    trimmed = algebra.trim(as_array(rows))[0]
+    right = [len(blocks_with_a_pair(band, size)) for band in trimmed.tolist()]
+    assert algebra.blocks(trimmed, size).tolist() == right
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(1, 700), st.integers(1, 700), st.integers(-800, 800), st.integers(-800, 800), st.integers(0, 300))
+def test_blocks_of_128_on_a_dense_mask(num_q, num_k, lo, hi, start):
+    trimmed = algebra.trim(as_array([(start, start + num_q, 0, num_k, lo + start, hi + start)]))[0]
+    right = []
+    for q0, q1, k0, k1, low, high in trimmed.tolist():
+        away = np.arange(q0, q1)[:, None] - np.arange(k0, k1)[None, :]
+        seen = (low <= away) & (away <= high)
+        right.append(
+            sum(seen[i : i + 128, j : j + 128].any() for i in range(0, q1 - q0, 128) for j in range(0, k1 - k0, 128))
+        )
+    assert algebra.blocks(trimmed).tolist() == right
+
+
+@pytest.mark.parametrize(
+    ("band", "right"),
+    [
+        ((0, 512, 0, 512, 0, 511), 10),  # causal: 1 + 2 + 3 + 4
+        ((0, 512, 0, 512, -511, 511), 16),  # full
+        ((0, 513, 0, 512, -511, 512), 20),  # a row more
+        ((0, 512, 0, 512, 0, 127), 7),  # window 128: the diagonal and the one below it
+        ((0, 512, 0, 512, 0, 128), 7),  # window 129: still
+        ((0, 512, 0, 512, 0, 129), 9),  # window 130: the corner of one more
+        ((100, 101, 7, 8, 93, 93), 1),  # one pair, wherever it lies
+    ],
+)  # fmt: skip
+def test_blocks_by_hand(band, right):
+    assert algebra.blocks(as_array([band])).tolist() == [right]
+
+
 def disjoint(rows):
     taken, kept = set(), []
     for row in rows:

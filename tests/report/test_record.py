@@ -23,12 +23,14 @@ def test_numbers_are_the_plan_s(layout: str, mask: Mask, ranks: int) -> None:
 
     assert report.area == mask.area == seen.sum()
     assert report.imbalance == plan.imbalance
+    assert report.blocks == sum(rank.blocks for rank in report.per_rank)
     assert sum(rank.area for rank in report.per_rank) == mask.area
     assert sum(rank.share for rank in report.per_rank) == pytest.approx(1.0)
     for rank in report.per_rank:
         here = plan.rank_plan(rank.rank)
         assert (rank.tokens, rank.slots) == (here.tokens, 24)
         assert rank.area == plan.area(rank.rank) == sum(step.area for step in rank.steps)
+        assert rank.blocks == plan.blocks(rank.rank)
         assert rank.rows_received == plan.rows_received(rank.rank) == sum(step.rows_received for step in rank.steps)
         assert rank.rows_sent == here.rows_sent == sum(step.rows_sent for step in rank.steps)
         assert rank.grad_rows_sent == here.grad_rows_sent == sum(step.grad_rows_sent for step in rank.steps)
@@ -118,6 +120,7 @@ def test_every_route_against_brute_sums(route: str, ranks: int, wire_dtype: str 
         assert rank.bytes_forward == heads[0] + sum(step.bytes_forward for step in rank.steps)
         assert rank.bytes_backward == heads[1] + sum(step.bytes_backward for step in rank.steps)
     assert report.rows_sent == rows.sum() * len(together[0])
+    assert report.blocks == pytest.approx(sum(rank.blocks for rank in report.per_rank))
     assert report.bytes_heads_forward == sum(rank.bytes_heads_forward for rank in report.per_rank)
     assert report.plain_ring_bytes == 24 * (ranks - 1) * 3 * 2 * size
     assert report.bytes_relative == report.bytes_forward / report.plain_ring_bytes
@@ -214,7 +217,7 @@ def test_json_holds_the_record() -> None:
     data = json.loads(report.to_json())
     assert list(data) == [
         *("layout", "mask", "route", "reason", "ranks", "head_degree", "row_degree", "inner", "seq_len", "slots"),
-        *("heads", "head_dim", "itemsize", "wire_dtype", "area", "imbalance", "rows_sent", "grad_rows_sent"),
+        *("heads", "head_dim", "itemsize", "wire_dtype", "area", "blocks", "imbalance", "rows_sent", "grad_rows_sent"),
         *("plain_ring_rows", "rows_relative", "plain_ring_bytes", "bytes_relative", "bytes_forward", "bytes_backward"),
         *("bytes_heads_forward", "bytes_heads_backward", "per_rank"),
     ]

@@ -134,9 +134,9 @@ def test_table_shows_every_rank_and_the_totals() -> None:
     file = io.StringIO()
     Console(file=file, width=80).print(plan_table(report))
     rows = [line.split() for line in file.getvalue().splitlines()]
-    assert ["0", "12", "150", "50.00%", "12", "768", "B", "3.8", "KiB"] in rows
-    assert ["1", "12", "150", "50.00%", "6", "1.5", "KiB", "3.0", "KiB"] in rows
-    assert ["total", "24", "300", "100%", "18", "2.2", "KiB", "6.8", "KiB"] in rows
+    assert ["0", "12", "150", "2", "50.00%", "12", "768", "B", "3.8", "KiB"] in rows
+    assert ["1", "12", "150", "2", "50.00%", "6", "1.5", "KiB", "3.0", "KiB"] in rows
+    assert ["total", "24", "300", "4", "100%", "18", "2.2", "KiB", "6.8", "KiB"] in rows
     assert "Bytes sent per batch row, for 2 KV heads of 16 at 2 bytes an element." in file.getvalue()
 
 
@@ -148,8 +148,8 @@ def test_table_of_a_route_that_exchanges_heads() -> None:
     file = io.StringIO()
     Console(file=file, width=80).print(plan_table(report))
     rows = [line.split() for line in file.getvalue().splitlines()]
-    assert ["0", "8", "92", "33.33%", "15", "2.9", "KiB", "3.8", "KiB"] in rows
-    assert ["total", "23", "276", "100%", "46", "8.6", "KiB", "11.5", "KiB"] in rows
+    assert ["0", "8", "92", "0.3", "33.33%", "15", "2.9", "KiB", "3.8", "KiB"] in rows
+    assert ["total", "23", "276", "1", "100%", "46", "8.6", "KiB", "11.5", "KiB"] in rows
     assert "Bytes sent per batch row, for 6 query and 1 KV heads of 16 at 2 bytes an element." in " ".join(
         file.getvalue().split()
     )

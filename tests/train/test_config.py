@@ -51,9 +51,12 @@ def test_defaults(file: Path) -> None:
         ("optim.lr=1e-2", lambda c: c.optim.lr, 0.01),
         ("optim.betas=[0.8, 0.99]", lambda c: c.optim.betas, (0.8, 0.99)),
         ("optim.clip_norm=none", lambda c: c.optim.clip_norm, None),
+        ("imbalance_limit=1.5", lambda c: c.imbalance_limit, 1.5),
+        ("imbalance_limit=none", lambda c: c.imbalance_limit, None),
         ("resume=true", lambda c: c.resume, True),
         ("run_dir=runs/a=b", lambda c: c.run_dir, Path("runs/a=b")),
         ("data.paths=['a', 'b']", lambda c: c.data.paths, ("a", "b")),
+        ("data.packing=fit", lambda c: c.data.fit_options.buffer, 64),
         (" model.width =32", lambda c: c.model.width, 32),
         ("model.windows=[8, 16]", lambda c: c.model.windows, (8, 16)),
         (
@@ -65,6 +68,14 @@ def test_defaults(file: Path) -> None:
 )
 def test_overrides(file: Path, override: str, read: Any, value: Any) -> None:
     assert read(load_config(file, [override])) == value
+
+
+def test_options_of_fit(file: Path) -> None:
+    fit = load_config(file, ["data.packing=fit", "data.fit.buckets=[8, 32]", "data.fit.balance=area"]).data.fit_options
+    assert fit is not None
+    assert (fit.buckets, fit.balance) == ((8, 32), "area")
+    with pytest.raises(ValidationError, match=r'fit\.buffer=8 means nothing to packing "stream"'):
+        load_config(file, ["data.fit.buffer=8"])
 
 
 def test_the_last_override_of_a_value_counts(file: Path) -> None:
@@ -93,7 +104,8 @@ def test_overrides_that_name_nothing(file: Path, override: str, message: str, hi
         ("layout=zigzag", ("layout",), "Extra inputs are not permitted"),
         ("data.rows=1", ("data", "rows"), "Extra inputs are not permitted"),
         ("parallel.cp=0", ("parallel", "cp"), "greater than or equal to 1"),
-        ("parallel.layout=spiral", ("parallel", "layout"), "'contiguous', 'zigzag' or 'striped'"),
+        ("imbalance_limit=1", ("imbalance_limit",), "greater than 1"),
+        ("parallel.layout=spiral", ("parallel", "layout"), "'contiguous', 'zigzag', 'striped' or 'balanced'"),
         ("parallel.route=spiral", ("parallel", "route"), "'ulysses-ring' or 'auto'"),
         ("parallel.wire_dtype=fp16", ("parallel", "wire_dtype"), "'bf16' or 'fp8'"),
         ("dtype=fp8", ("dtype",), "'fp64', 'fp32', 'bf16' or 'fp16'"),

@@ -10,18 +10,21 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from longspan import Layout, plan_attention
 from longspan.data import Loader, open_store
 from longspan.train.config import TrainConfig
-from longspan.train.monitor import Monitor, RankUsage, json_line
+from longspan.train.monitor import Monitor, json_line
 from longspan.train.step import StepResult, masks_of
+from longspan.train.usage import BalanceWatch
 from tests.train.test_checkpoint import train
+from tests.train.test_usage import used
 from tests.train.tiny import make_config, write_corpus
 
 STEP_KEYS = {
     "step": int, "loss": float, "grad_norm": float, "learning_rate": float, "targets": int, "tokens": int,
-    "skipped": bool, "seconds": float, "tokens_per_second": float, "tokens_seen": int, "ranks": list,
+    "skipped": bool, "seconds": float, "tokens_per_second": float, "tokens_seen": int,
+    "slowest_rank": int, "pairs_imbalance": float, "time_imbalance": float, "ranks": list,
 }  # fmt: skip
 RANK_KEYS = {
-    "rank": int, "peak_memory_bytes": int, "pairs": int, "bytes_sent": int, "bytes_received": int,
-    "attention_seconds": float, "waiting_seconds": float,
+    "rank": int, "targets": int, "pairs": int, "blocks": int, "rows_received": int, "bytes_sent": int,
+    "bytes_received": int, "attention_seconds": float, "waiting_seconds": float, "peak_memory_bytes": int,
 }  # fmt: skip
 
 
@@ -50,12 +53,18 @@ def test_keys_and_types(done: tuple[TrainConfig, list[dict[str, Any]]]) -> None:
             assert {key: type(value) for key, value in usage.items()} == RANK_KEYS
             assert usage["peak_memory_bytes"] > 2**24
             assert usage["attention_seconds"] >= usage["waiting_seconds"] >= 0
+        worked = [usage["attention_seconds"] - usage["waiting_seconds"] for usage in line["ranks"]]
+        pairs = [usage["pairs"] for usage in line["ranks"]]
+        assert worked[line["slowest_rank"]] == max(worked)
+        assert line["time_imbalance"] == pytest.approx(max(worked) / (sum(worked) / 4))
+        assert line["pairs_imbalance"] == pytest.approx(max(pairs) / (sum(pairs) / 4))
+        assert sum(usage["targets"] for usage in line["ranks"]) == line["targets"]
     assert [line["tokens"] for line in steps] == [4 * 48] * 4
     assert [line["tokens_seen"] for line in steps] == [192, 384, 576, 768]
     assert all(line["tokens_per_second"] == pytest.approx(192 / line["seconds"]) for line in steps)
 
 
-def test_pairs_and_bytes_of_every_rank_are_those_of_its_plans(done: tuple[TrainConfig, list[dict[str, Any]]]) -> None:
+def test_counts_of_every_rank_are_those_of_its_plans(done: tuple[TrainConfig, list[dict[str, Any]]]) -> None:
     config, lines = done
     loader = Loader(open_store(config.data), row_tokens=48, dp_rank=0, dp_size=1, seed=config.data.seed)
     for line in (line for line in lines if "ranks" in line):
@@ -68,6 +77,10 @@ def test_pairs_and_bytes_of_every_rank_are_those_of_its_plans(done: tuple[TrainC
                 for mask in masks_of(row, config.model.mask_names).values()
             ]
             assert usage["pairs"] == sum(2 * plan.area(cp_rank) for plan in plans)
+            assert usage["blocks"] == sum(2 * plan.blocks(cp_rank) for plan in plans)
+            assert usage["rows_received"] == sum(2 * plan.rows_received(cp_rank) for plan in plans)
+            own = Layout.striped(48, 2).positions(cp_rank)
+            assert usage["targets"] == sum(int((row.labels[own] != -100).sum()) for row in rows[dp_rank::2])
             for rank, direction in ((cp_rank, "bytes_sent"), (1 - cp_rank, "bytes_received")):
                 assert usage[direction] == sum(
                     plan.bytes(rank, phase, head_dim=8, itemsize=4)
@@ -94,6 +107,9 @@ def test_tensorboard_has_the_same_values(done: tuple[TrainConfig, list[dict[str,
     assert shown["heldout/loss"] == pytest.approx(
         {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}, rel=1e-6
     )
+    for name in ("slowest_rank", "pairs_imbalance", "time_imbalance"):
+        told = {step: line[name] for step, line in steps.items()}
+        assert shown[f"balance/{name}"] == pytest.approx(told, rel=1e-6)
     for rank in range(4):
         for name in RANK_KEYS.keys() - {"rank"}:
             told = {step: line["ranks"][rank][name] for step, line in steps.items()}
@@ -104,7 +120,7 @@ def result(loss: float, skipped: bool = False) -> StepResult:
     return StepResult(loss, float("inf") if skipped else 1.0, 0.1, targets=7, tokens=8, skipped=skipped)
 
 
-USAGE = [RankUsage(0, 1, 2, 3, 4, 5.0, 6.0)]
+USAGE = [used(0)]
 
 
 def test_tensorboard_of_a_resumed_run_keeps_what_was_before_it(tmp_path: Path) -> None:
@@ -154,6 +170,35 @@ def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "step 2: held-out loss 0.7500 nats per token" in told.err
     assert "loss 1.0000" in told.err
     assert "16 tokens/s" in told.err
+
+
+def test_progress_names_the_slowest_rank_and_the_imbalance(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    ranks = [used(0, pairs=10, worked=1.0), used(1, pairs=20, worked=3.0, waiting=0.5)]
+    with Monitor(tmp_path, 1, 0, writes=True, quiet=False) as monitor:
+        monitor.step(1, result(1.25), 0.5, 8, ranks)
+    assert "loss 1.2500  16 tokens/s  slowest rank 1: time x1.50, pairs x1.33" in capsys.readouterr().err
+    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert (line["slowest_rank"], line["time_imbalance"], line["pairs_imbalance"]) == (1, 1.5, 20 / 15)
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_warning_goes_to_stderr_once(tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool) -> None:
+    ranks = [used(0, pairs=10), used(1, pairs=20)]
+    with Monitor(tmp_path, 15, 0, writes=True, quiet=quiet, watch=BalanceWatch(1.25, ("zigzag",))) as monitor:
+        for step in range(1, 16):
+            monitor.step(step, result(1.0), 0.5, 8, ranks)
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert told.err.count("warning") == 1
+    assert (
+        "warning: step 10: 10 steps in a row a rank had more than 1.25 times the mean pairs: 1.33 times on average, "
+        "most often rank 1\n"
+        'hint: set parallel.layout="zigzag", or pack documents so that rows have about as many pairs; '
+        "imbalance_limit sets the limit\n"
+    ) in told.err
 
 
 def test_quiet_tells_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

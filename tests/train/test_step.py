@@ -8,12 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
-from longspan import record
+from longspan import Mask, record
+from longspan.data import Batch
 from longspan.train.config import TrainConfig
 from longspan.train.model import make_model
-from longspan.train.step import TrainStep
+from longspan.train.step import TrainStep, mask_of
 from tests.ranks import run_ranks
 from tests.train import reference
 from tests.train.tiny import MODEL, Document, make_batch, make_config, make_mesh, random_row
@@ -328,3 +331,84 @@ def test_ranks_of_a_cp_group_with_other_samples_are_named() -> None:
             "the ranks of one context-parallel group were given different token ids: rank 1 differ from rank 0"
         )
         assert "key the loader by the data-parallel rank alone" in text
+
+
+# Responses that share a prompt.
+
+Prompt = tuple[list[int], list[Document]]
+"""A prompt, and responses to it with what is to be predicted."""
+
+
+def make_shared(prompts: list[Prompt]) -> Batch:
+    """Of a prompt without responses: a document."""
+    return Batch.concat([
+        Batch.from_shared_prompt(ids, [r for r, _ in responses], [wanted for _, wanted in responses])
+        if responses
+        else Batch.from_documents([ids])
+        for ids, responses in prompts
+    ])  # fmt: skip
+
+
+def unshared(prompts: list[Prompt]) -> list[Document]:
+    """Each response behind a prompt of its own, which is not to be predicted."""
+    documents = []
+    for ids, responses in prompts:
+        documents += [(ids + r, [0] * len(ids) + wanted) for r, wanted in responses] or [(ids, [1] * len(ids))]
+    return documents
+
+
+PROMPTS: list[Prompt] = [
+    (list(range(3, 20)), [([7, 5, 9, 1, 8], [1] * 5), ([2] * 9, [1, 0] * 4 + [1]), ([], []), ([6], [1])]),
+    ([1, 2, 3, 4, 5], []),
+    ([11], [([12, 13], [1, 1]), ([14, 15, 16], [1, 1, 1])]),
+    ([21, 22], [([23, 24, 25, 26], [0, 0, 1, 1])]),
+]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=3),
+    st.none() | st.integers(1, 8),
+)
+def test_the_mask_of_shared_prompts_is_its_definition(sizes: list[tuple[int, list[int]]], window: int | None) -> None:
+    batch = make_shared([([1] * n, [([2] * m, [1] * m) for m in responses]) for n, responses in sizes])
+    document = np.repeat(np.arange(len(batch.lengths)), batch.lengths)
+    parent = np.array(batch.parents or [-1] * len(batch.lengths))[document]
+    own = document[:, None] == document
+    away = batch.position_ids[:, None] - batch.position_ids
+    seen = (own & (away >= 0)) | (parent[:, None] == document)
+    assert np.array_equal(mask_of(batch, window).dense(), seen & (away < (window or batch.seq_len)))
+
+
+def test_the_mask_of_one_shared_prompt_is_the_shared_prefix() -> None:
+    batch = make_shared([(list(range(6)), [([1, 2, 3], [1] * 3), ([4], [1])])])
+    assert np.array_equal(mask_of(batch).dense(), Mask.shared_prefix(5, [4, 2]).dense())
+    assert mask_of(make_shared([([1, 2, 3], [])]), window=2) == Mask.causal(3, window=2)
+
+
+def shared_on_ranks(group: Any, rank: int, config: TrainConfig, prompts: list[Prompt]) -> dict[str, Any]:
+    step = make_step(config)
+    loss, targets, tokens = step.backward([make_shared(prompts)])
+    gradients = {name.removeprefix("module."): whole(p.grad) for name, p in step.module.named_parameters()}
+    return {"loss": loss, "targets": targets, "tokens": tokens, "gradients": gradients}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("changes", [{}, {"model__windows": [4, None]}, {"model__windows": [2, 9]}])
+def test_shared_prompts_equal_sequences_of_their_own(layout: str, changes: dict[str, Any]) -> None:
+    """The right side knows no shared prompt: plain torch on every prompt and response."""
+    want = reference.train(make_config(**changes), [[unshared(PROMPTS)]])
+    for got in run_ranks(2, shared_on_ranks, make_config(parallel__cp=2, parallel__layout=layout, **changes), PROMPTS):
+        assert (got["targets"], got["tokens"]) == (22, (16 + 19) + 5 + (0 + 7) + (1 + 5))
+        assert got["loss"] == pytest.approx(want.losses[0], rel=1e-10)
+        assert {name: error(g, want.gradients[name]) for name, g in got["gradients"].items()} == pytest.approx(
+            dict.fromkeys(want.gradients, 0.0), abs=1e-10
+        )
+
+
+@pytest.mark.parametrize("route", ["exchange", "ulysses", "allgather"])
+def test_shared_prompts_on_other_routes(route: str) -> None:
+    want = reference.train(make_config(), [[unshared(PROMPTS)]])
+    for got in run_ranks(2, shared_on_ranks, make_config(parallel__cp=2, parallel__route=route), PROMPTS):
+        assert got["loss"] == pytest.approx(want.losses[0], rel=1e-10)
+        assert max(error(g, want.gradients[name]) for name, g in got["gradients"].items()) < 1e-10

@@ -53,8 +53,8 @@ def kernels() -> dict[str, str]:
 def _try(name: str, q: torch.Tensor) -> str:
     kernel, shape = KERNELS[name], Shape(8, 8, 0, 7)
     try:
-        out, lse = kernel.forward(q, q, q, shape, 0.25)
-        kernel.backward(out, q, q, q, out, lse, shape, 0.25)
+        out, lse = kernel.forward(q, q, q, (shape,), 0.25)
+        kernel.backward(out, q, q, q, out, lse, (shape,), 0.25)
     except RuntimeError as error:
         return f"fails: {str(error).splitlines()[0]}"
     return "runs"

@@ -26,7 +26,7 @@ _POSITIVE = click.IntRange(min=1)
 _OPTIONS = (
     click.option("--seq-len", metavar="TOKENS", help="Tokens of the global row: 8192, 8k, 128k, 1M (k = 1,024)."),
     click.option("--cp", type=int, required=True, metavar="RANKS", help="Context-parallel degree."),
-    click.option("--layout", default="zigzag", show_default=True, help="contiguous, zigzag or striped."),
+    click.option("--layout", default="zigzag", show_default=True, help="contiguous, zigzag, striped or balanced."),
     click.option("--mask", "kind", type=click.Choice(["causal", "full"]), default="causal", show_default=True),
     click.option("--window", metavar="TOKENS", help="A query sees only keys less than this many tokens away."),
     click.option("--documents", metavar="LENGTHS", help="Packed documents: 5000,3000,192. They must sum to --seq-len."),
@@ -66,6 +66,8 @@ _IN_OPTIONS = (
     ("use window=None for no window", "leave --window out for no window"),
     ("heads=(query, KV)", "--heads Q/KV"),
     ('route="ring"', "--route ring"),
+    ('route="usp" with inner=', "--route usp --inner "),
+    ("set inner=", "set --inner "),
     ("leave inner out", "leave --inner out"),
 )
 """What hints say to callers of Python, and what it is called here."""
@@ -104,7 +106,7 @@ def plan_of(
     _check_used(route, inner, costs, ranks_per_node)
     try:
         mask = _mask(tokens, kind, _tokens("window", window), lengths, _tokens("prefix", prefix))
-        shards = Layout.named(layout, tokens, cp, _tokens("slots", slots))
+        shards = Layout.named(layout, tokens, cp, _tokens("slots", slots), masks=[mask])
         made = plan_attention(
             shards,
             mask,

@@ -43,6 +43,9 @@ def _table(summary: Summary) -> Table:
     table = Table(show_header=False, box=None)
     table.add_row("steps", f"{summary.steps}, {summary.tokens:,} tokens on {summary.ranks} ranks")
     table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
+    if summary.ranks > 1:
+        pairs, seconds = summary.pairs_imbalance, summary.time_imbalance
+        table.add_row("busiest rank", f"{pairs:.2f} x mean pairs, {seconds:.2f} x mean time in attention")
     table.add_row("last training loss", f"{summary.loss:.4f} nats per token")
     if summary.heldout_loss is not None:
         gain = summary.unigram_entropy - summary.heldout_loss

@@ -69,7 +69,8 @@ class Call:
     """One attention call and phase on this rank, filled in while it runs.
 
     Bytes count payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per batch row and as
-    pairs on all heads. `rows_received` counts KV rows. On CUDA, seconds are the device's and wait for it when they are read.
+    pairs on all heads; `blocks`, counted alike, are those of 128 x 128 of the tiles that were computed. `rows_received` counts
+    KV rows. On CUDA, seconds are the device's and wait for it when they are read.
     """
 
     phase: Phase
@@ -85,6 +86,8 @@ class Call:
     kernel_calls: int = 0
     pairs_computed: int = 0
     """On the heads that this rank works on: one of `head_shares` equal shares."""
+    blocks_computed: int = 0
+    """Likewise; of the plan's tiles, however a kernel splits them."""
     head_shares: int = 1
     start: Any = field(default=None, repr=False)
     end: Any = field(default=None, repr=False)
@@ -105,6 +108,10 @@ class Call:
     @property
     def pairs(self) -> float:
         return share_of_heads(self.pairs_computed, 1, self.head_shares)
+
+    @property
+    def blocks(self) -> float:
+        return share_of_heads(self.blocks_computed, 1, self.head_shares)
 
     @property
     def seconds_total(self) -> float:

@@ -44,6 +44,20 @@ def tile_area(tile: tuple[int, int, int, int, int, int]) -> int:
     return int(area(np.array([tile], dtype=np.int64))[0])
 
 
+def blocks(bands: Array, size: int = 128) -> Array:
+    """Blocks of `size x size`, laid from each band's corner (q0, k0), that hold a pair: int64 `(n,)`, of trimmed bands `(n, 6)`.
+
+    # . . .      size 2: block (1, 0) is full, (0, 0) and (1, 1) are cut, (0, 1) holds nothing: 3 blocks
+    # # . .
+    # # # .      Blocks `(a, b)` with a pair are a band themselves: `floor(lo / size) <= a - b <= ceil(hi / size)`. The last
+    # # # #      ones may be cut short by the range; that every row and column has a pair makes up for it.
+    """
+    q0, q1, k0, k1, lo, hi = bands.T
+    shift, first = q0 - k0, np.zeros_like(q0)
+    rows, columns = -((q0 - q1) // size), -((k0 - k1) // size)
+    return area(np.stack((first, rows, first, columns, (lo - shift) // size, -((shift - hi) // size)), axis=1))
+
+
 def merge(tiles: Array, group: Array) -> tuple[Array, Array]:
     """Join trimmed, disjoint tiles `(n, 6)` of the same group `(n,)` where the union is itself one band.
 

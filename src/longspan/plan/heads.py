@@ -11,6 +11,7 @@ heads: KV heads and members form a graph, a part of it that hangs together holds
 
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from math import gcd
 
 from longspan.plan.layout import Layout
 from longspan.spec import SpecError
@@ -165,8 +166,13 @@ def _shares_kv(whole: HeadShare, per_member: int, group: int) -> bool:
     )
 
 
-def check_head_degree(degree: int, heads: tuple[int, int] | None, route: str, tp: int, what: str = "") -> None:
-    """Raise unless an exchange of heads among `degree` ranks can deal `heads` (after `tp`) out evenly."""
+def check_head_degree(
+    degree: int, heads: tuple[int, int] | None, route: str, tp: int, level: str = "", ranks: int | None = None
+) -> None:
+    """Raise unless an exchange of heads among `degree` ranks can deal `heads` (after `tp`) out evenly.
+
+    `level` "inner" or "outer" and all `ranks` are given where `degree` is that of one of two levels.
+    """
     if heads is None:
         raise SpecError(
             f"route {route!r} moves heads, and how many there are is not given", hint="set heads=(query, KV)"
@@ -174,14 +180,31 @@ def check_head_degree(degree: int, heads: tuple[int, int] | None, route: str, tp
     num_q = heads[0]
     if num_q % degree == 0:
         return
-    fits = [str(n) for n in range(1, num_q + 1) if num_q % n == 0]
     # Tensor parallelism is the reason where all heads together could be dealt out.
     blame = f" (of {num_q * tp}, tp={tp} has taken its share)" if tp > 1 and num_q * tp % degree == 0 else ""
-    way_out = f"use {', '.join(fits[:-1])} or {fits[-1]}" if len(fits) > 1 else "use 1"
+    what, shared = f"{level} ulysses".strip(), gcd(num_q, degree)
+    if ranks is None:
+        ways = [f"use a {what} degree of {_any_of(_divisors(num_q))}"]
+    else:
+        inner = [n if level == "inner" else ranks // n for n in _divisors(gcd(num_q, ranks))]
+        ways = [f"set inner={_any_of(sorted(inner))}"]
+    if blame:
+        ways.append("lower tp")
+    if ranks is None and shared > 1:
+        ways.append(f'keep {degree} ranks by route="usp" with inner={shared} (ulysses inside, ring outside)')
     raise SpecError(
-        f"{what or 'ulysses'} degree {degree} does not divide {num_q} query heads{blame} ({heads[1]} KV heads)",
-        hint=f'{way_out}, {"lower tp, " if blame else ""}or route="ring"',
+        f"{what} degree {degree} does not divide {num_q} query heads{blame} ({heads[1]} KV heads)",
+        hint=f'{"; ".join(ways)}; or route="ring"',
     )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _any_of(numbers: list[int]) -> str:
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def places_of(layout: Layout, merged: Layout, rank: int) -> tuple[Place, ...]:

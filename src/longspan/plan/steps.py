@@ -11,8 +11,12 @@ the steps whose rows arrive together, while the stage before is computed. `runs`
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple
 
+import numpy as np
+
+from longspan.plan import bands as algebra
 from longspan.plan.heads import HeadShare
 
 Means = Literal["messages", "collective"]
@@ -69,7 +73,7 @@ class Transfer:
         return sum(stop - start for start, stop in self.runs)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Step:
     """One buffer of `rows` key rows from `source`, filled by `recv` (None: the own shard, or nothing to fill).
 
@@ -84,6 +88,11 @@ class Step:
     grad_recv: Transfer | None = None
     grad_send: Transfer | None = None
     home_send: Transfer | None = None
+
+    @cached_property
+    def blocks(self) -> int:
+        """Blocks of 128 x 128 pairs, each tile's from its own corner, that hold a visible pair."""
+        return int(algebra.blocks(np.array(self.tiles, dtype=np.int64).reshape(-1, 6)).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +141,11 @@ class RankPlan:
     def steps(self) -> Iterator[Step]:
         """The steps of all stages."""
         return (step for stage in self.stages for step in stage.steps)
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of 128 x 128 pairs that hold a visible one; of all heads, though the rank may work on a share of these."""
+        return sum(step.blocks for step in self.steps)
 
     @property
     def rows_received(self) -> int:

@@ -49,7 +49,7 @@ class RankReport:
     """One rank: its tokens, the pairs it computes, their share of all pairs, its traffic, and the same step by step.
 
     Where heads are exchanged, `group` computes the same pairs, each rank for its heads: an `area` is pairs times its share of
-    the heads. `bytes_heads_...` are sent in that exchange, and are no part of a step.
+    the heads, and `blocks` (of 128 x 128) likewise. `bytes_heads_...` are sent in that exchange, and are no part of a step.
     """
 
     rank: int
@@ -57,6 +57,7 @@ class RankReport:
     tokens: int
     slots: int
     area: float
+    blocks: float
     share: float
     rows_received: int
     rows_sent: int
@@ -92,6 +93,7 @@ class PlanReport:
     itemsize: int
     wire_dtype: str | None
     area: int
+    blocks: float
     imbalance: float
     rows_sent: int
     grad_rows_sent: int
@@ -157,6 +159,7 @@ def describe(plan: Plan, head_dim: int, itemsize: int) -> PlanReport:
         itemsize=itemsize,
         wire_dtype=plan.wire_dtype,
         area=plan.mask.area,
+        blocks=share_of_heads(sum(share.blocks for share in shares), 1, degrees.heads),
         imbalance=plan.imbalance,
         rows_sent=rows_sent,
         grad_rows_sent=sum(rank.grad_rows_sent for rank in per_rank),
@@ -183,6 +186,7 @@ def _rank(plan: Plan, share: RankPlan, onward: int, head_dim: int, itemsize: int
         tokens=share.tokens,
         slots=share.slots,
         area=plan.area(share.rank),
+        blocks=plan.blocks(share.rank),
         share=plan.area(share.rank) / plan.mask.area if plan.mask.area else 0.0,
         rows_received=plan.rows_received(share.rank),
         rows_sent=share.rows_sent,

@@ -9,18 +9,19 @@ from rich.table import Table
 from rich.text import Text
 
 from longspan.report.record import PlanReport
-from longspan.report.words import bytes_note, exchange_note, headline, in_full, short_bytes, summary
+from longspan.report.words import bytes_note, exchange_note, headline, in_full, short_bytes, short_count, summary
 
 
 def plan_table(report: PlanReport) -> Group:
     """A rich renderable: headline, why the route was chosen, table with totals, what the bytes count."""
-    table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("rank", footer="total")
     for name, total in (
         ("tokens", f"{report.seq_len:,}"),
         ("pairs", f"{report.area:,}"),
+        ("blocks", short_count(report.blocks)),
         ("share", "100%" if report.area else "0%"),
-        ("KV rows in", f"{sum(rank.rows_received for rank in report.per_rank):,}"),
+        ("rows in", f"{sum(rank.rows_received for rank in report.per_rank):,}"),
         ("forward", short_bytes(report.bytes_forward)),
         ("backward", short_bytes(report.bytes_backward)),
     ):
@@ -30,13 +31,15 @@ def plan_table(report: PlanReport) -> Group:
             str(rank.rank),
             f"{rank.tokens:,}",
             in_full(rank.area),
+            short_count(rank.blocks),
             f"{rank.share:.2%}",
             f"{rank.rows_received:,}",
             short_bytes(rank.bytes_forward),
             short_bytes(rank.bytes_backward),
         )
     lines = [Text(headline(report), style="bold"), Text(summary(report))]
-    return Group(*lines, *([Text(report.reason)] if report.reason else []), table, Text(_notes(report)))
+    reason = [Text(report.reason)] if report.reason else []
+    return Group(*lines, *reason, Text(), table, Text(), Text(_notes(report)))
 
 
 def _notes(report: PlanReport) -> str:

@@ -14,7 +14,7 @@ from longspan.spec import SpecError
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
-LayoutName = Literal["contiguous", "zigzag", "striped"]
+LayoutName = Literal["contiguous", "zigzag", "striped", "balanced"]
 RouteName = Literal[
     "ring", "allgather", "rotate", "exchange", "ulysses", "upipe", "usp", "ring-ulysses", "allgather-ulysses",
     "rotate-ulysses", "exchange-ulysses", "ulysses-ring", "auto",
@@ -96,6 +96,8 @@ class TrainConfig(_Record):
     """Held-out rows of an evaluation; None: all."""
     checkpoint_every: Positive | None = None
     """Steps between checkpoints; there is one at the end too. None: never."""
+    imbalance_limit: Annotated[float, Field(gt=1)] | None = 1.25
+    """Warn when in each of ten steps a rank had over so many times the mean pairs, or time in attention; None: never."""
     resume: bool = False
     """Go on from the newest checkpoint in `run_dir`."""
     export: bool = False

@@ -1,70 +1,32 @@
 """What a run tells: a metrics file, TensorBoard and a progress bar (rank 0), from what every rank measured.
 
-run_dir/metrics.jsonl    one object a step: {"step": 1, "loss": ..., "ranks": [{"pairs": ...}, ...]}
+run_dir/metrics.jsonl    one object a step: {"step": 1, "loss": ..., "slowest_rank": 0, ..., "ranks": [{"pairs": ...}, ...]}
 """
 
 import json
 import math
-import resource
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from torch.utils.tensorboard import SummaryWriter
 
-from longspan.comm.traffic import Call
 from longspan.train.step import StepResult
-
-
-@dataclass(frozen=True)
-class RankUsage:
-    """One rank's share of a step. Bytes are those of attention; pairs count per batch row and as on all heads, backward
-    included."""
-
-    rank: int
-    peak_memory_bytes: int
-    pairs: float
-    bytes_sent: int
-    bytes_received: int
-    attention_seconds: float
-    waiting_seconds: float
-
-
-def measure(rank: int, calls: Sequence[Call]) -> RankUsage:
-    """Sum the attention calls of a step. Peak memory is the process's resident set, or on CUDA the allocator's peak."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
-    else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return RankUsage(
-        rank,
-        peak,
-        sum(call.pairs for call in calls),
-        sum(call.bytes_sent for call in calls),
-        sum(call.bytes_received for call in calls),
-        sum(call.seconds_total for call in calls),
-        sum(call.seconds_waiting or 0.0 for call in calls),
-    )
-
-
-def gather_usage(usage: RankUsage) -> list[RankUsage]:
-    """Every rank's usage, on every rank. Collective over the world."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, usage)
-    return everyone
+from longspan.train.usage import Balance, BalanceWatch, RankUsage
 
 
 class Monitor:
     """Writes and shows what `step` and `evaluation` are given; on ranks other than 0 does nothing."""
 
-    def __init__(self, run_dir: Path, steps: int, done: int, *, writes: bool, quiet: bool) -> None:
-        self._writes = writes
+    def __init__(
+        self, run_dir: Path, steps: int, done: int, *, writes: bool, quiet: bool, watch: BalanceWatch | None = None
+    ) -> None:
+        self._writes, self._watch = writes, watch or BalanceWatch(limit=None)
         if not writes:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -74,8 +36,9 @@ class Monitor:
         self._console = Console(stderr=True)
         self._quiet = quiet
         self._bar = Progress(
-            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[told]}"), TimeRemainingColumn(),
-            console=self._console, disable=quiet,
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(10),
+            TextColumn("{task.fields[told]}", table_column=Column(ratio=1, no_wrap=True)), TimeRemainingColumn(),
+            console=self._console, disable=quiet, expand=True,
         )  # fmt: skip
         self._task = self._bar.add_task("train", total=steps, completed=done, told="")
 
@@ -97,25 +60,31 @@ class Monitor:
         """One optimizer step; `step` counts from 1."""
         if not self._writes:
             return
-        speed = result.tokens / seconds
+        speed, balance = result.tokens / seconds, Balance.of(ranks)
         record = {
             "step": step,
             **asdict(result),
             "seconds": seconds,
             "tokens_per_second": speed,
             "tokens_seen": tokens_seen,
+            **asdict(balance),
             "ranks": [asdict(usage) for usage in ranks],
         }
         self._file.write(json_line(record) + "\n")
         for name in ("loss", "grad_norm", "learning_rate"):
             self._board.add_scalar(f"train/{name}", record[name], step)
         self._board.add_scalar("speed/tokens_per_second", speed, step)
+        for name, value in asdict(balance).items():
+            self._board.add_scalar(f"balance/{name}", value, step)
         for usage in ranks:
             for name, value in asdict(usage).items():
                 if name != "rank":
                     self._board.add_scalar(f"rank{usage.rank}/{name}", value, step)
         note = "  step skipped: gradients overflowed" if result.skipped else ""
-        self._bar.update(self._task, completed=step, told=f"loss {result.loss:.4f}  {speed:,.0f} tokens/s{note}")
+        told = f"loss {result.loss:.4f}  {speed:,.0f} tokens/s{note}{_evenness(balance) if len(ranks) > 1 else ''}"
+        self._bar.update(self._task, completed=step, told=told)
+        if (warning := self._watch.step(ranks)) is not None:
+            self._bar.console.print(f"warning: step {step}: {warning}", highlight=False, markup=False, soft_wrap=True)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Mean held-out loss after `step` steps."""
@@ -124,6 +93,10 @@ class Monitor:
         self._file.write(json_line({"step": step, "heldout_loss": loss}) + "\n")
         self._board.add_scalar("heldout/loss", loss, step)
         self._bar.console.print(f"step {step}: held-out loss {loss:.4f} nats per token")
+
+
+def _evenness(balance: Balance) -> str:
+    return f"  slowest rank {balance.slowest_rank}: time x{balance.time_imbalance:.2f}, pairs x{balance.pairs_imbalance:.2f}"
 
 
 def _forget_after(metrics: Path, done: int) -> None:

@@ -1,15 +1,16 @@
 """A whole run: assemble the parts on this rank, step, evaluate, save, report."""
 
+import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.comm.launch import join_world, launch, leave_world, under_torchrun
+from longspan.comm.launch import check_degrees, join_world, launch, leave_world, under_torchrun
 from longspan.comm.traffic import record
 from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.spec import CheckpointError, DivergedError, SpecError
@@ -17,13 +18,18 @@ from longspan.train import checkpoint
 from longspan.train.config import TrainConfig
 from longspan.train.loader import make_loader
 from longspan.train.model import make_model, model_config
-from longspan.train.monitor import Monitor, gather_usage, measure
+from longspan.train.monitor import Monitor
 from longspan.train.step import StepResult, TrainStep, check_plan
+from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended; the same at every CP size. Losses and entropy are nats per token."""
+    """How a run ended; losses, entropy (nats per token) and tokens are the same at every CP size.
+
+    Imbalances are means over this run's steps of the greatest over the mean of all ranks: of pairs, and of time worked in
+    attention.
+    """
 
     steps: int
     tokens: int
@@ -32,6 +38,8 @@ class Summary:
     heldout_loss: float | None
     unigram_entropy: float
     tokens_per_second: float
+    pairs_imbalance: float
+    time_imbalance: float
     run_dir: str
 
 
@@ -71,7 +79,7 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
                 f"{folder} has done {record['step']} steps and the run asks for {config.steps}",
                 hint=f"set steps to more than {record['step']} to go on",
             )
-        make_loader(config, store, dp_rank=0, dp_size=1).load_state_dict(record["loader"])
+        make_loader(config, store, dp_rank=0, dp_size=_dp_size(config)).load_state_dict(record["loader"])
 
 
 def prepare_corpus(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
@@ -110,7 +118,9 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
         warnings.warn(f"there is no checkpoint in {config.run_dir}: the run starts at its first step", stacklevel=1)
     heldout: float | None = None
     seconds_stepping = tokens_stepping = 0.0
-    with Monitor(config.run_dir, config.steps, done, writes=rank == 0, quiet=quiet) as monitor:
+    balances: list[Balance] = []
+    watch = BalanceWatch.of(config)
+    with Monitor(config.run_dir, config.steps, done, writes=rank == 0, quiet=quiet, watch=watch) as monitor:
         for index in range(done, config.steps):
             began = time.perf_counter()
             with record() as calls:
@@ -120,7 +130,9 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
             tokens += result.tokens
             if index > done:  # The first step warms caches and allocators up.
                 seconds_stepping, tokens_stepping = seconds_stepping + seconds, tokens_stepping + result.tokens
-            monitor.step(index + 1, result, seconds, tokens, gather_usage(measure(rank, calls)))
+            usage = gather_usage(measure(rank, step.own_targets, calls))
+            balances.append(Balance.of(usage))
+            monitor.step(index + 1, result, seconds, tokens, usage)
             last = index + 1 == config.steps
             if _due(config.eval_every, index + 1, last):
                 heldout = evaluate(step, config, store, mesh)
@@ -139,6 +151,8 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
         heldout_loss=heldout,
         unigram_entropy=unigram_entropy(store),
         tokens_per_second=tokens_stepping / seconds_stepping if seconds_stepping else float("nan"),
+        pairs_imbalance=_mean([balance.pairs_imbalance for balance in balances]),
+        time_imbalance=_mean([balance.time_imbalance for balance in balances]),
         run_dir=str(config.run_dir),
     )
 
@@ -152,7 +166,8 @@ def join(config: TrainConfig) -> DeviceMesh:
 def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore, mesh: DeviceMesh) -> float:
     """Mean loss over held-out rows. Collective."""
     dp = mesh["dp"]
-    rows = eval_batches(store, config.data.row_tokens, dp.get_local_rank(), dp.size(), config.eval_rows)
+    data = config.data
+    rows = eval_batches(store, data.row_tokens, dp.get_local_rank(), dp.size(), config.eval_rows, data.fit_options)
     return step.evaluate(list(rows))
 
 
@@ -163,6 +178,16 @@ def check_finite(result: StepResult, step: int, dtype: str, scale: float) -> Non
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: the run has diverged",
             hint="lower optim.lr, warm up for longer, or set optim.clip_norm; resume=true goes on from the newest checkpoint",
         )
+
+
+def _dp_size(config: TrainConfig) -> int:
+    """Of the world that will run, before it is joined."""
+    cp, dp = config.parallel.cp, config.parallel.dp
+    return check_degrees(int(os.environ["WORLD_SIZE"]) if under_torchrun() else cp * (dp or 1), cp, dp)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else float("nan")
 
 
 def _due(every: int | None, step: int, last: bool) -> bool:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -21,8 +22,9 @@ from longspan.attention.context import ContextParallel
 from longspan.attention.context import Sequence as Sharded
 from longspan.attention.staged import Projections, Transform
 from longspan.data import Batch
-from longspan.model import Attend, Decoder, ModelConfig, SelfAttention, WholeLayer, mean_loss_scale
+from longspan.model import Attend, Decoder, ModelConfig, SelfAttention, WholeLayer, count_targets, mean_loss_scale
 from longspan.plan import STAGED, Costs, Layout, Mask, head_stages, plan_attention
+from longspan.plan.mask import Band
 from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
@@ -69,9 +71,12 @@ class TrainStep:
         self.module = wrap(model.to(self.device), self.everyone, config)
         self.optimizer = make_optimizer(self.module, config.optim)
         self.scale = LossScale.of_dtype(config.dtype, self.everyone.size())
+        self.own_targets = 0
+        """Of the targets of the latest step, those on this rank's shards."""
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Accumulate over this dp rank's micro-batches and update the weights. Collective over all ranks."""
+        self.own_targets = 0
         loss, targets, tokens = self.backward(batches)
         rate = learning_rate(self.config.optim, step, self.config.steps)
         norm = update(self.module, self.optimizer, self.scale, rate, self.config.optim.clip_norm)
@@ -96,6 +101,7 @@ class TrainStep:
         """Sum of the losses of this rank's tokens of a global row; collective over the CP group."""
         with self.cp.sequence(masks_of(batch, self.names), ids=batch.digest()) as sequence:
             local = sequence.shard(batch.tensors(), dim=1)
+            self.own_targets += count_targets(local["labels"])
             local = {name: tensor.to(self.device) for name, tensor in local.items()}
             loss: torch.Tensor = self.module(
                 local["input_ids"],
@@ -148,7 +154,26 @@ class TrainStep:
 def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
     """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
     windows = {name: None if name == "full" else int(name.removeprefix("window-")) for name in names}
-    return {name: Mask.documents(batch.lengths, window=window) for name, window in windows.items()}
+    return {name: mask_of(batch, window) for name, window in windows.items()}
+
+
+def mask_of(batch: Batch, window: int | None = None) -> Mask:
+    """Causal within each document, and to all of its parent: what `Mask.shared_prefix` is for one prompt.
+
+    A window counts positions. Between a document and its parent those are nearer than their places on the token axis, by
+    the tokens that lie between the two, so the bound of `i - j` is farther by as much.
+    """
+    mask = Mask.documents(batch.lengths, window=window)
+    if not batch.parents:
+        return mask
+    stops = np.cumsum(batch.lengths).tolist()
+    bands: list[Band] = [tuple(band) for band in mask.array.tolist()]
+    for stop, length, parent in zip(stops, batch.lengths, batch.parents, strict=True):
+        if parent >= 0:
+            start, seen = stop - length, stops[parent]
+            hi = None if window is None else window - 1 + start - seen
+            bands.append((start, stop, seen - batch.lengths[parent], seen, None, hi))
+    return Mask.bands(batch.seq_len, bands)
 
 
 def costs_of(config: TrainConfig, model: ModelConfig) -> Costs:
@@ -160,9 +185,10 @@ def costs_of(config: TrainConfig, model: ModelConfig) -> Costs:
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     """Refuse what no rank could carry out, before there is one: a plan of one token a rank is refused for the same."""
     parallel = config.parallel
-    layout = Layout.named(parallel.layout, parallel.cp, parallel.cp)
+    mask = Mask.causal(parallel.cp)
+    layout = Layout.named(parallel.layout, parallel.cp, parallel.cp, masks=[mask])
     plan = plan_attention(
-        layout, Mask.causal(parallel.cp), parallel.route, (model.num_heads, model.num_kv_heads), parallel.inner,
+        layout, mask, parallel.route, (model.num_heads, model.num_kv_heads), parallel.inner,
         wire_dtype=parallel.wire_dtype, costs=costs_of(config, model),
     )  # fmt: skip
     heads = plan.rank_plan(0).heads
