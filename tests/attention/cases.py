@@ -108,7 +108,7 @@ def check_case(group, rank: int, case: Case) -> None:
     assert [call.phase for call in calls] == ["forward", "backward"], place
     for call in calls:
         assert call.bytes_sent == plan.bytes(rank, call.phase, dim, 8) * batch, f"{place}: {call}"
-        assert call.pairs == plan.area(rank), f"{place}: {call}"
+        assert (call.pairs, call.blocks) == (plan.area(rank), plan.blocks(rank)), f"{place}: {call}"
         # Exchanged heads are kept for backward, so that their rows arrive but once.
         exchanged = plan.rank_plan(rank).rows - live if call.phase == "backward" and plan.rank_plan(rank).heads else 0
         assert call.rows_received == plan.rows_received(rank) - exchanged, f"{place}: {call}"

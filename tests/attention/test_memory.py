@@ -43,9 +43,9 @@ def size(*tensors):
 def kernel_scratch(q, k, v, shape):
     """What the kernel alone needs beside what it returns, forward and backward."""
     kernel = KERNELS["sdpa"]
-    most, results = peak(lambda: kernel.forward(q, k, v, shape, 0.1))
+    most, results = peak(lambda: kernel.forward(q, k, v, (shape,), 0.1))
     forward = most - size(*results)
-    most, grads = peak(lambda: kernel.backward(results[0], q, k, v, *results, shape, 0.1))
+    most, grads = peak(lambda: kernel.backward(results[0], q, k, v, *results, (shape,), 0.1))
     return forward, most - size(*grads)
 
 

@@ -23,7 +23,7 @@ def test_keys_and_values_of_other_dims(kind):
 
 @pytest.mark.parametrize("kind", TILES)
 def test_takes_every_tile_whole(kind):
-    assert KERNEL.split(TILES[kind], torch.device("cpu")) == (TILES[kind],)
+    assert KERNEL.split(TILES[kind], torch.device("cpu"), torch.float32) == (TILES[kind],)
 
 
 def test_refuses_what_is_not_floating():

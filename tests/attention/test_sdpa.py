@@ -40,7 +40,7 @@ def some_tiles(draw):
 @given(some_tiles(), st.booleans())
 def test_split_covers_each_pair_once_with_shapes_that_the_cpu_kernel_has(tile, backward):
     times = torch.zeros(400, 400, dtype=torch.int64)
-    for part in KERNEL.split(tile, CPU, backward):
+    for part in KERNEL.split(tile, CPU, torch.float32, backward):
         pairs = seen(part)
         assert pairs.any(0).all()
         assert pairs.any(1).all()
@@ -49,7 +49,8 @@ def test_split_covers_each_pair_once_with_shapes_that_the_cpu_kernel_has(tile, b
         causal, mask = sdpa._cpu_mode(part.shape, torch.float32)
         if mask is not None:
             assert not causal
-            assert mask.shape[0] <= 128
+            assert mask.shape[0] <= 64 or backward
+            assert max(mask.shape) <= 2048
             assert torch.equal(mask == 0, pairs)
             assert torch.equal(mask == float("-inf"), ~pairs)
         else:
@@ -63,11 +64,11 @@ def test_split_covers_each_pair_once_with_shapes_that_the_cpu_kernel_has(tile, b
     ("kind", "calls"),
     [
         ("full", 1), ("causal", 1), ("causal, above a block", 1), ("lower trapezoid, wide", 2),
-        ("lower trapezoid, tall", 2), ("lower trapezoid, all but a corner", 3), ("band", 1), ("band, above a block", 3),
+        ("lower trapezoid, tall", 2), ("lower trapezoid, all but a corner", 3), ("band", 1), ("band, above a block", 5),
     ],
 )  # fmt: skip
 def test_number_of_calls_on_cpu(kind, calls):
-    assert len(KERNEL.split(TILES[kind], CPU)) == calls
+    assert len(KERNEL.split(TILES[kind], CPU, torch.float32)) == calls
 
 
 class FlashOnCuda:
@@ -165,8 +166,8 @@ class OnCuda:
 
     name = "sdpa"
 
-    def split(self, tile, device, backward=False):
-        return KERNEL.split(tile, CUDA, backward)
+    def split(self, tile, device, dtype, backward=False):
+        return KERNEL.split(tile, CUDA, dtype, backward)
 
     def forward(self, *arguments):
         return sdpa._cuda_forward(*arguments)
@@ -194,7 +195,7 @@ def test_every_tile_on_cuda(flash, kind, heads, dtype):
 @given(some_tiles())
 def test_the_window_on_cuda_shows_exactly_the_tiles_pairs(tile):
     stand_in, times = FlashOnCuda(), torch.zeros(400, 400, dtype=torch.int64)
-    for part in KERNEL.split(tile, CUDA):
+    for part in KERNEL.split(tile, CUDA, torch.bfloat16):
         rows, columns = part.q1 - part.q0, part.k1 - part.k0
         left, right = sdpa._window(part.shape)
         q, k = torch.zeros(1, rows, 1, 8), torch.zeros(1, columns, 1, 8)

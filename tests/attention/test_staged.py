@@ -85,7 +85,10 @@ def _layer(group, rank, layout, mask, heads, stage, bias, wire_dtype=None):
     assert max(errors.values()) < 1e-10, (errors, heads, stage, layout.name)
     for call in calls:
         assert call.bytes_sent == plan.bytes(rank, call.phase, D, 8) * B, (call, heads, stage)
-        assert call.pairs == plan.area(rank) * (1 if call.phase == "forward" else 2)
+        times = 1 if call.phase == "forward" else 2  # backward computes its forward again
+        assert (call.pairs, call.blocks) == (plan.area(rank) * times, plan.blocks(rank) * times)
+        # The same rows come once, in however many stages their heads do.
+        assert call.rows_received == plan.rows_received(rank)
     return {name: w.grad for name, w in layer.weights.items()}, want
 
 

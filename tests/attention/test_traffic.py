@@ -129,7 +129,7 @@ def _measured(group, rank, plans, dtype):
         heads = plan.rank_plan(rank).heads
         for m, call in zip(found[-2:], calls, strict=True):
             assert (call.bytes_sent, call.bytes_received) == (m.sent, m.received), (plan.route, m, call)
-            assert call.pairs == m.pairs, (plan.route, m, call)
+            assert (call.pairs, call.blocks) == (m.pairs, plan.blocks(rank)), (plan.route, m, call)
             # Heads of which KV heads serve unequally many are a kernel call for each run of equal ones.
             assert m.kernel_calls == call.kernel_calls * (1 if heads is None else len(heads.blocks)), (
                 plan.route,

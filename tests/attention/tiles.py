@@ -77,7 +77,7 @@ def check_kernel(kernel, tile, heads, dtype, tolerances, dim_v=None, dim=8, spli
     cpu, rest = torch.device("cpu"), make_tile(tile.q0, tile.q1, tile.k1, tile.k1 + others)
 
     def work(backward):
-        parts = kernel.split(tile, cpu, backward) if split else (tile,)
+        parts = kernel.split(tile, cpu, dtype, backward) if split else (tile,)
         return [*((part, k_tile, v_tile, tile.k0) for part in parts), (rest, k_rest, v_rest, tile.k1)]
 
     wide = accumulation_dtype(dtype)
@@ -85,7 +85,7 @@ def check_kernel(kernel, tile, heads, dtype, tolerances, dim_v=None, dim=8, spli
     lse = torch.full(q.shape[:3], float("-inf"), dtype=wide)
     for part, k, v, first in work(backward=False):
         r, c = slice(part.q0 - tile.q0, part.q1 - tile.q0), slice(part.k0 - first, part.k1 - first)
-        o, s = kernel.forward(q[:, :, r], k[:, :, c], v[:, :, c], part.shape, scale)
+        o, s = kernel.forward(q[:, :, r], k[:, :, c], v[:, :, c], (part.shape,), scale)
         assert o.dtype == dtype
         assert s.dtype == wide
         assert o.shape == (*q.shape[:2], part.q1 - part.q0, v.shape[3])
@@ -98,7 +98,7 @@ def check_kernel(kernel, tile, heads, dtype, tolerances, dim_v=None, dim=8, spli
         r, c = slice(part.q0 - tile.q0, part.q1 - tile.q0), slice(part.k0 - first, part.k1 - first)
         into = slice(part.k0 - tile.k0, part.k1 - tile.k0)
         arguments = (dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], final[:, :, r], lse[:, :, r])
-        parts_of_gradient = kernel.backward(*arguments, part.shape, scale)
+        parts_of_gradient = kernel.backward(*arguments, (part.shape,), scale)
         for total, part_of_gradient, where in zip((dq, dk, dv), parts_of_gradient, (r, into, into), strict=True):
             total[:, :, where] += part_of_gradient
     got = (final, dq, dk, dv)

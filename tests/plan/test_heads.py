@@ -1,6 +1,7 @@
 """Who takes which heads and rows in an exchange: by hand, against positions, and against every other way to deal heads out."""
 
 import itertools
+import re
 from functools import cache
 from math import gcd
 
@@ -141,6 +142,9 @@ def test_rows_of_every_member_have_their_place_among_all_rows(drawn):
     for group in range(others):
         members = tuple(range(group * degree, (group + 1) * degree) if adjacent else range(group, layout.ranks, others))
         share = plan.rank_plan(members[0]).heads
+        if share is None:  # no rank sees another's keys
+            assert layout.seq_len == layout.counts.max()
+            continue
         assert share.members == members
         together = np.full(merged.num_slots(group), -1)
         for member, places in zip(members, share.places, strict=True):
@@ -166,36 +170,58 @@ def test_bytes_there_and_back_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("degree", "heads", "tp", "what", "text"),
+    ("degree", "heads", "tp", "level", "text"),
     [
         (
-            4, (9, 3), 1, "",
-            'ulysses degree 4 does not divide 9 query heads (3 KV heads)\n\nhint: use 1, 3 or 9, or route="ring"',
+            4, (9, 3), 1, (),
+            "ulysses degree 4 does not divide 9 query heads (3 KV heads)\n\n"
+            'hint: use a ulysses degree of 1, 3 or 9; or route="ring"',
         ),
         (
-            2, (9, 3), 1, "inner ulysses",
-            'inner ulysses degree 2 does not divide 9 query heads (3 KV heads)\n\nhint: use 1, 3 or 9, or route="ring"',
+            6, (9, 3), 1, (),
+            "ulysses degree 6 does not divide 9 query heads (3 KV heads)\n\nhint: use a ulysses degree of 1, 3 or 9; "
+            'keep 6 ranks by route="usp" with inner=3 (ulysses inside, ring outside); or route="ring"',
         ),
         (
-            8, (4, 2), 2, "",
+            2, (9, 3), 1, ("inner", 6),
+            'inner ulysses degree 2 does not divide 9 query heads (3 KV heads)\n\nhint: set inner=1 or 3; or route="ring"',
+        ),
+        (
+            4, (6, 3), 2, ("outer", 12),
+            "outer ulysses degree 4 does not divide 6 query heads (of 12, tp=2 has taken its share) (3 KV heads)\n\n"
+            'hint: set inner=2, 4, 6 or 12; lower tp; or route="ring"',
+        ),
+        (
+            8, (4, 2), 2, (),
             "ulysses degree 8 does not divide 4 query heads (of 8, tp=2 has taken its share) (2 KV heads)\n\n"
-            'hint: use 1, 2 or 4, lower tp, or route="ring"',
+            "hint: use a ulysses degree of 1, 2 or 4; lower tp; "
+            'keep 8 ranks by route="usp" with inner=4 (ulysses inside, ring outside); or route="ring"',
         ),
         (
-            3, (4, 2), 2, "",
-            'ulysses degree 3 does not divide 4 query heads (2 KV heads)\n\nhint: use 1, 2 or 4, or route="ring"',
+            3, (1, 1), 1, (),
+            "ulysses degree 3 does not divide 1 query heads (1 KV heads)\n\n"
+            'hint: use a ulysses degree of 1; or route="ring"',
         ),
-        (3, (1, 1), 1, "", 'ulysses degree 3 does not divide 1 query heads (1 KV heads)\n\nhint: use 1, or route="ring"'),
         (
-            2, None, 1, "",
+            2, None, 1, (),
             "route 'ulysses' moves heads, and how many there are is not given\n\nhint: set heads=(query, KV)",
         ),
     ],
 )  # fmt: skip
-def test_refusals(degree, heads, tp, what, text):
+def test_refusals(degree, heads, tp, level, text):
     with pytest.raises(SpecError) as error:
-        check_head_degree(degree, heads, "ulysses", tp, what)
+        check_head_degree(degree, heads, "ulysses", tp, *level)
     assert str(error.value) == text
+
+
+@pytest.mark.parametrize(("ranks", "num_q"), [(6, 9), (8, 12), (12, 8), (8, 4)])
+def test_the_way_out_that_a_refusal_names_is_one(ranks, num_q):
+    with pytest.raises(SpecError) as error:
+        check_head_degree(ranks, (num_q, num_q), "ulysses", 1)
+    inner = int(re.search(r"inner=(\d+)", error.value.hint)[1])
+    plan = plan_attention(Layout.zigzag(48, ranks), Mask.causal(48), "usp", (num_q, num_q), inner)
+    assert plan.degrees.levels == (ranks // inner, inner)
+    assert inner > 1
 
 
 def test_degrees_that_divide_are_accepted():

@@ -1,6 +1,7 @@
 """A plan as a value: counts, digest, copies, refusals."""
 
 import copy
+import itertools
 import pickle
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from longspan.plan import Layout, Mask, check_heads, plan_attention
 from longspan.spec import SpecError
 
-from .strategies import NAMES, layout_and_mask
+from .brute import visible
+from .strategies import NAMES, layout_and_mask, plans
 
 
 @pytest.mark.parametrize(("P", "K", "D", "itemsize"), [(2, 1, 64, 2), (4, 2, 64, 2), (8, 8, 16, 4), (5, 3, 8, 8)])
@@ -98,6 +100,29 @@ def test_areas_and_imbalance(case):
     assert sum(right) == mask.area
     assert plan.imbalance == (max(right) / np.mean(right) if mask.area else 1.0)
     assert (plan.ranks, plan.seq_len) == (layout.ranks, mask.seq_len)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(plans(("ring", "exchange", "ulysses", "usp", "upipe"), 200, 400, (1, 2, 3, 4)))
+def test_blocks_of_the_tiles_a_rank_computes(plan):
+    for rank in range(plan.ranks):
+        right = 0
+        for seen in (visible(tile) for step in plan.rank_plan(rank).steps for tile in step.tiles):
+            corners = itertools.product(*(range(0, size, 128) for size in seen.shape))
+            right += sum(seen[i : i + 128, j : j + 128].any() for i, j in corners)
+        assert plan.blocks(rank) == right / plan.degrees.heads
+        assert 128 * 128 * plan.blocks(rank) >= plan.area(rank)
+
+
+def test_blocks_by_hand():
+    """Zigzag of 2 over 1,024 tokens: a causal tile of 512 (10 blocks), and a rectangle of 512 x 256 or 256 x 512 (8)."""
+    layout, mask = Layout.zigzag(1024, 2), Mask.causal(1024)
+    plan = plan_attention(layout, mask)
+    assert [plan.blocks(rank) for rank in range(2)] == [18, 18]
+    # Of all 1,024 tokens, 36 blocks, each rank computes half the heads.
+    assert [plan_attention(layout, mask, "ulysses", (2, 1)).blocks(rank) for rank in range(2)] == [18, 18]
+    with pytest.raises(SpecError, match="rank 2 is not one of the 2 ranks"):
+        plan.blocks(2)
 
 
 @pytest.mark.parametrize("P", range(1, 65))

@@ -134,24 +134,56 @@ LAYOUT, MASK = Layout.zigzag(24, 4), Mask.causal(24)
 
 
 @pytest.mark.parametrize(
+    ("route", "heads", "inner", "reason"),
+    [
+        ("usp", (9, 3), None, "inner 1: a ring, no heads are exchanged"),
+        ("ring-ulysses", (8, 8), 1, "inner 1: a ring, no heads are exchanged"),
+        ("exchange-ulysses", (9, 3), None, "inner 1: exchange, no heads are exchanged"),
+        ("ulysses-ring", (8, 8), 4, "outer 1: a ring, no heads are exchanged"),
+        ("usp", (8, 8), 2, ""),
+        ("usp", (8, 8), 4, ""),
+        ("ulysses-ring", (8, 8), 1, ""),
+        ("ring", (9, 3), None, ""),
+    ],
+)
+def test_what_a_route_of_two_levels_comes_down_to(route, heads, inner, reason):
+    plan = plan_attention(LAYOUT, MASK, route, heads, inner)
+    assert plan.reason == reason
+    plain = plan_attention(LAYOUT, MASK, "exchange" if "exchange" in route else "ring", heads)
+    assert ([plan.rank_plan(n) for n in range(4)] == [plain.rank_plan(n) for n in range(4)]) == (
+        bool(reason) or route == "ring"
+    )
+
+
+def test_one_rank_comes_down_to_nothing_worth_saying():
+    assert plan_attention(Layout.zigzag(24, 1), MASK, "usp", (9, 3)).reason == ""
+
+
+@pytest.mark.parametrize(
     ("make", "text"),
     [
         (
             lambda: plan_attention(LAYOUT, MASK, "ulysses", (9, 3)),
-            'ulysses degree 4 does not divide 9 query heads (3 KV heads)\n\nhint: use 1, 3 or 9, or route="ring"',
+            "ulysses degree 4 does not divide 9 query heads (3 KV heads)\n\n"
+            'hint: use a ulysses degree of 1, 3 or 9; or route="ring"',
         ),
         (
             lambda: plan_attention(LAYOUT, MASK, "usp", (9, 3), 2),
-            'inner ulysses degree 2 does not divide 9 query heads (3 KV heads)\n\nhint: use 1, 3 or 9, or route="ring"',
+            'inner ulysses degree 2 does not divide 9 query heads (3 KV heads)\n\nhint: set inner=1; or route="ring"',
         ),
         (
-            lambda: plan_attention(LAYOUT, MASK, "ulysses-ring", (9, 3), 1),
-            'outer ulysses degree 4 does not divide 9 query heads (3 KV heads)\n\nhint: use 1, 3 or 9, or route="ring"',
+            lambda: plan_attention(LAYOUT, MASK, "usp", (6, 3), 4),
+            'inner ulysses degree 4 does not divide 6 query heads (3 KV heads)\n\nhint: set inner=1 or 2; or route="ring"',
+        ),
+        (
+            lambda: plan_attention(LAYOUT, MASK, "ulysses-ring", (6, 3), 1),
+            'outer ulysses degree 4 does not divide 6 query heads (3 KV heads)\n\nhint: set inner=2 or 4; or route="ring"',
         ),
         (
             lambda: plan_attention(LAYOUT, MASK, "ulysses", (2, 1), tp=4),
             "ulysses degree 4 does not divide 2 query heads (of 8, tp=4 has taken its share) (1 KV heads)\n\n"
-            'hint: use 1 or 2, lower tp, or route="ring"',
+            "hint: use a ulysses degree of 1 or 2; lower tp; "
+            'keep 4 ranks by route="usp" with inner=2 (ulysses inside, ring outside); or route="ring"',
         ),
         (
             lambda: plan_attention(LAYOUT, MASK, "usp"),

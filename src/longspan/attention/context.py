@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import overload
 
 import torch
@@ -29,11 +30,13 @@ _WIRE_NAMES: dict[object, str] = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "
 class ContextParallel:
     """Context parallelism over one process group or 1-D mesh axis, or over a 2-D mesh (outer, inner).
 
-    `layout` is "contiguous", "zigzag" or "striped"; `route` one of `longspan.plan.ROUTES` or "auto". `heads` (query heads, KV
-    heads on one rank, after tensor parallelism of degree `tp`) is needed by routes that move heads. `inner` is the inner
-    degree of a route with two levels; a 2-D mesh tells it, and else it is chosen. `wire_dtype` bf16 or fp8 (a torch type or
-    "bf16", "fp8") rounds keys and values for their way. `slots_multiple_of` pads each rank's local length with dead slots to
-    a multiple. `costs` is what "auto" weighs routes by.
+    `layout` is "contiguous", "zigzag", "striped" or "balanced", which is chosen for the masks of each sequence, weighted by
+    `layers`: how many layers use the mask of that name (1 if not told). `route` is one of `longspan.plan.ROUTES` or "auto".
+    `heads` (query heads, KV heads on one rank, after tensor parallelism of degree `tp`) is needed by routes that move heads.
+    `inner` is the inner degree of a route with two levels; a 2-D mesh tells it, and else it is chosen. `wire_dtype` bf16 or
+    fp8 (a torch type or "bf16", "fp8") rounds keys and values for their way. `slots_multiple_of` pads each rank's local
+    length with dead slots to a multiple. `costs` is what "auto" weighs routes by. `whole_below`: documents shorter than this
+    are not split by "balanced", though token counts then differ (see `longspan.plan.Costs.whole_below`).
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class ContextParallel:
         *,
         tp: int = 1,
         costs: Costs | None = None,
+        layers: Mapping[str, int] | None = None,
+        whole_below: int = 0,
     ) -> None:
         if slots_multiple_of is not None and slots_multiple_of < 1:
             raise SpecError(f"slots_multiple_of={slots_multiple_of} must be at least 1")
@@ -72,9 +77,15 @@ class ContextParallel:
         self.wire_dtype = check_wire_dtype(_WIRE_NAMES.get(wire_dtype, str(wire_dtype)) if wire_dtype else None)
         self.costs, self.ranks_per_node = costs or Costs(), ranks_per_node(self.group)
         self.kernel, self.slots_multiple_of = check_kernel_name(kernel), slots_multiple_of
-        self._plans: dict[tuple[Layout, Mask], Plan] = {}
+        if layout != "balanced" and (layers or whole_below):
+            raise SpecError(
+                f"layers={layers} and whole_below={whole_below} are for layout 'balanced', not {layout!r}",
+                hint='set layout="balanced", or leave them out',
+            )
+        self.layers, self.whole_below = dict(layers or {}), whole_below
+        self._planned: dict[tuple[tuple[str, Mask], ...], tuple[Layout, dict[str, Plan]]] = {}
         # A sequence of one token per rank shows now what every later one would be refused for.
-        self.plan(self.layout_for(self.size), Mask.causal(self.size))
+        self.plans({"full": Mask.causal(self.size)})
 
     @contextmanager
     def sequence(self, mask: Mask | Mapping[str, Mask], ids: Tensor | bytes | None = None) -> Iterator["Sequence"]:
@@ -98,25 +109,35 @@ class ContextParallel:
         check_agreement(self.group, what, problem)
         yield sequence
 
-    def layout_for(self, seq_len: int) -> Layout:
-        """The layout of a sequence of that many tokens."""
-        layout = Layout.named(self.layout, seq_len, self.size)
+    def layout_for(self, masks: Mapping[str, Mask]) -> Layout:
+        """The layout of a sequence with these masks."""
+        seq_len = next(iter(masks.values())).seq_len
+        layout = partial(
+            Layout.named, self.layout, seq_len, self.size, masks=list(masks.values()),
+            weights=[self.layers.get(name, 1) for name in masks], whole_below=self.whole_below,
+        )  # fmt: skip
         if (multiple := self.slots_multiple_of) is None:
-            return layout
-        slots = -(-int(layout.counts.max()) // multiple) * multiple
-        return Layout.named(self.layout, seq_len, self.size, slots)
+            return layout()
+        # No layout puts more tokens on a rank than this; "balanced" keeps to the slots it is given.
+        return layout(-(-seq_len // (self.size * multiple)) * multiple)
 
-    def plan(self, layout: Layout, mask: Mask) -> Plan:
-        """The plan for a mask over a layout; the latest are kept, so that a mask that comes again is not planned again."""
-        key = (layout, mask)
-        plan = self._plans.pop(key, None) or plan_attention(
+    def plans(self, masks: Mapping[str, Mask]) -> tuple[Layout, dict[str, Plan]]:
+        """The layout and the plan of each mask; the latest are kept, so that masks that come again are not planned again."""
+        key = tuple(sorted(masks.items()))
+        planned = self._planned.pop(key, None)
+        if planned is None:
+            layout = self.layout_for(masks)
+            planned = layout, {name: self._plan(layout, mask) for name, mask in masks.items()}
+        self._planned[key] = planned
+        if len(self._planned) > _PLANS_KEPT:
+            del self._planned[next(iter(self._planned))]
+        return planned
+
+    def _plan(self, layout: Layout, mask: Mask) -> Plan:
+        return plan_attention(
             layout, mask, self.route, self.heads, self.inner,
             wire_dtype=self.wire_dtype, tp=self.tp, ranks_per_node=self.ranks_per_node, costs=self.costs,
         )  # fmt: skip
-        self._plans[key] = plan
-        if len(self._plans) > _PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
-        return plan
 
 
 class Sequence:
@@ -129,8 +150,7 @@ class Sequence:
                 f"masks over different numbers of tokens: {lengths}", hint="all masks of a batch cover the same tokens"
             )
         self.cp = cp
-        self.layout = cp.layout_for(next(iter(lengths.values())))
-        self.plans = {name: cp.plan(self.layout, mask) for name, mask in masks.items()}
+        self.layout, self.plans = cp.plans(masks)
 
     @property
     def digest(self) -> bytes:

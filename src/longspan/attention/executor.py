@@ -7,19 +7,18 @@
 Partial results are merged in the plan's order, in at least fp32.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from longspan.attention.heads import GroupedKernel, HeadExchange
-from longspan.attention.kernel import Kernel, choose_kernel
+from longspan.attention.kernel import Kernel, Launch, choose_kernel, launches
 from longspan.attention.merge import sink_gradient
 from longspan.attention.rows import Group, KVGradient, Lane, ReturningGradients, Rows, arriving_rows
 from longspan.attention.sums import Gradient, Output
 from longspan.comm.traffic import Call, call
-from longspan.plan import HeadShare, Plan, RankPlan, Stage, Step, Tile
-from longspan.plan import bands as algebra
+from longspan.plan import HeadShare, Plan, RankPlan, Stage, Step
 
 Tensor = torch.Tensor
 
@@ -36,12 +35,20 @@ class Share:
     digest: bytes
     group: Group
     kernel: str
+    kept: dict[object, list[Launch]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def whole_heads(self) -> HeadShare:
         """This rank's part in the exchange of heads, on a route that has one."""
         assert self.work.heads is not None, "the route exchanges heads"
         return self.work.heads
+
+    def launches(self, kernel: Kernel, step: Step, q: Tensor, backward: bool = False) -> list[Launch]:
+        """The calls that compute a step's tiles; worked out once for all layers and batches that run this plan."""
+        key = (id(step), kernel.name, q.device, q.dtype, q.shape[0] == 1, backward)
+        if key not in self.kept:
+            self.kept[key] = launches(kernel, step.tiles, q, backward)
+        return self.kept[key]
 
     @classmethod
     def of(cls, plan: Plan, rank: int, group: Group, kernel: str) -> "Share":
@@ -107,14 +114,15 @@ def attend_rows(
     result, lane = Output(q, v), Lane.on(q.device)
 
     def compute(step: Step, rows: Rows) -> None:
-        for tile in _pieces(kernel, step.tiles, q.device, backward=False):
+        meter.blocks_computed += step.blocks
+        for launch in share.launches(kernel, step, q):
             with meter.spend("kernels"):
                 out, lse = kernel.forward(
-                    _queries(q, tile), _keys(rows[0], tile), _keys(rows[1], tile), tile.shape, scale
+                    _queries(q, launch), _keys(rows[0], launch), _keys(rows[1], launch), launch.shapes, scale
                 )
-            _count(meter, tile)
+            _count(meter, launch)
             with lane.after(out, lse), meter.spend("merging"):
-                result.add(tile, out, lse)
+                result.add(launch.q0, launch.q1, out, lse)
             del out, lse
 
     for _, _, steps in arriving_rows(share.work, (k, v), share.wire_dtype, share.group, meter):
@@ -145,19 +153,20 @@ def differentiate_rows(
     returning = ReturningGradients(work, (k, v), share.group, meter)
 
     def compute(step: Step, rows: Rows, gradients: KVGradient, arrived: Callable[[], None]) -> None:
-        for tile in _pieces(kernel, step.tiles, q.device, backward=True):
+        meter.blocks_computed += step.blocks
+        for launch in share.launches(kernel, step, q, backward=True):
             with meter.spend("kernels"):
                 dq_tile, dk_tile, dv_tile = kernel.backward(
-                    _queries(dout, tile), _queries(q, tile), _keys(rows[0], tile), _keys(rows[1], tile),
-                    _queries(out, tile), _queries(lse, tile), tile.shape, scale,
+                    _queries(dout, launch), _queries(q, launch), _keys(rows[0], launch), _keys(rows[1], launch),
+                    _queries(out, launch), _queries(lse, launch), launch.shapes, scale,
                 )  # fmt: skip
-            _count(meter, tile)
+            _count(meter, launch)
             with lane.after(dq_tile, dk_tile, dv_tile):
                 arrived()  # what is added to came over the wire while the tile was computed
                 with meter.spend("merging"):
-                    dq.add(tile.q0, tile.q1, dq_tile)
-                    gradients[0].add(tile.k0, tile.k1, dk_tile)
-                    gradients[1].add(tile.k0, tile.k1, dv_tile)
+                    dq.add(launch.q0, launch.q1, dq_tile)
+                    gradients[0].add(launch.k0, launch.k1, dk_tile)
+                    gradients[1].add(launch.k0, launch.k1, dv_tile)
             del dq_tile, dk_tile, dv_tile
 
     own: Stage = work.stages[0]
@@ -184,22 +193,17 @@ def differentiate_rows(
     return dq.finish(), dk, dv, dsink
 
 
-def _pieces(kernel: Kernel, tiles: Sequence[Tile], device: torch.device, backward: bool) -> Iterator[Tile]:
-    for tile in tiles:
-        yield from kernel.split(tile, device, backward)
-
-
-def _count(meter: Call, tile: Tile) -> None:
+def _count(meter: Call, launch: Launch) -> None:
     meter.kernel_calls += 1
-    meter.pairs_computed += algebra.tile_area(tile)
+    meter.pairs_computed += launch.pairs
 
 
-def _queries(x: Tensor, tile: Tile) -> Tensor:
-    return x[:, :, tile.q0 : tile.q1]
+def _queries(x: Tensor, launch: Launch) -> Tensor:
+    return x[:, :, launch.q0 : launch.q1]
 
 
-def _keys(x: Tensor, tile: Tile) -> Tensor:
-    return x[:, :, tile.k0 : tile.k1]
+def _keys(x: Tensor, launch: Launch) -> Tensor:
+    return x[:, :, launch.k0 : launch.k1]
 
 
 def _dense_rows(x: Tensor) -> Tensor:

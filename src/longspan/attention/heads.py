@@ -42,11 +42,14 @@ class HeadExchange:
         meter.head_shares = len(work.heads.members)
         return cls(work.heads, work.slots, group, meter)
 
-    def gather(self, q: Tensor, k: Tensor, v: Tensor, wire_dtype: str | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of all rows, these two as rounded for the wire."""
+    def gather(
+        self, q: Tensor, k: Tensor, v: Tensor, wire_dtype: str | None, again: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of all rows, these two as rounded for the wire; `again`: of more heads of the same rows."""
         wire = WIRES[wire_dtype]
         together, *rounded = self.there([q, wire.encode(k), wire.encode(v)])
-        self.meter.rows_received += self.share.rows - self.share.tokens[self.share.member]
+        if not again:
+            self.meter.rows_received += self.share.rows - self.share.tokens[self.share.member]
         return together, wire.decode(rounded[0], k), wire.decode(rounded[1], v)
 
     def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -163,25 +166,37 @@ class GroupedKernel:
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return self.kernel.refusal(q, k, v)
 
-    def split(self, tile: Tile, device: torch.device, backward: bool = False) -> Sequence[Tile]:
-        return self.kernel.split(tile, device, backward)
+    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
+        return self.kernel.split(tile, device, dtype, backward)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
+        return self.kernel.joins(first, second, device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
         parts = [
-            self.kernel.forward(q[:, slice(*h)], k[:, slice(*c)], v[:, slice(*c)], shape, scale) for h, c in self.blocks
+            self.kernel.forward(q[:, slice(*h)], k[:, slice(*c)], v[:, slice(*c)], shapes, scale)
+            for h, c in self.blocks
         ]
         out, lse = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shapes: Sequence[Shape],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = []
         for h, c in self.blocks:
             query, kv = slice(*h), slice(*c)
             parts.append(
                 self.kernel.backward(
-                    dout[:, query], q[:, query], k[:, kv], v[:, kv], out[:, query], lse[:, query], shape, scale
+                    dout[:, query], q[:, query], k[:, kv], v[:, kv], out[:, query], lse[:, query], shapes, scale
                 )
             )
         dq, dk, dv = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))

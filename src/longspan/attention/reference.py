@@ -23,10 +23,14 @@ class ReferenceKernel:
     def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return None if q.is_floating_point() else f"{q.dtype} is not a floating type"
 
-    def split(self, tile: Tile, device: torch.device, backward: bool = False) -> Sequence[Tile]:
+    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
         return (tile,)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
+        return False
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
+        (shape,) = shapes
         keys, values = _wide(k), _wide(v)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = keys.new_empty(q.shape[:3])
@@ -38,8 +42,17 @@ class ReferenceKernel:
         return out, lse
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shapes: Sequence[Shape],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        (shape,) = shapes
         keys, values = _wide(k), _wide(v)
         num_kv = k.shape[1]
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)

@@ -8,7 +8,7 @@ Both take grouped heads as they are. Tests hold each mode against plain math; th
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -17,8 +17,12 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 aten = torch.ops.aten
 
-_BAND_ROWS, _BAND_COLUMNS, _NARROW = 128, 256, 64
-"""Forward computes so many rows of a band at a time, by a mask; backward so many columns, unless the band is narrower still."""
+_BAND_ROWS = 64
+"""Forward computes so many rows of a band at a time, by a mask."""
+_BAND_COLUMNS = {8: 128, 4: 128, 2: 256}
+"""Backward computes so many keys of a band at a time, by the bytes of an element."""
+_MASKED = 2048
+"""What is masked is at most so long: of longer parts only the ends are."""
 _LEAF, _HALVED = 128, 1024
 """In backward, triangles of up to `_HALVED` rows are cut until they have `_LEAF` or fewer."""
 _TALL = 512
@@ -45,61 +49,94 @@ class SdpaKernel:
             return f"flash attention on cuda takes head dims that 8 divides up to 256, not {q.shape[3]}"
         return None
 
-    def split(self, tile: Tile, device: torch.device, backward: bool = False) -> Sequence[Tile]:
-        return _split_for_cuda(tile) if device.type == "cuda" else _split_for_cpu(tile, backward)
+    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
+        return _split_for_cuda(tile) if device.type == "cuda" else _split_for_cpu(tile, dtype, backward)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
+    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
+        # As a batch of equal tiles on CPU; on CUDA as sequences of any length under one window.
+        return _window(first) == _window(second) if device.type == "cuda" else first == second
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
         if q.device.type == "cuda":
-            return _cuda_forward(q, k, v, shape, scale)
-        causal, mask = _cpu_mode(shape, q.dtype)
+            return _cuda_forward(q, k, v, shapes, scale)
+        q, k, v = (_as_batch(x, len(shapes)) for x in (q, k, v))
+        causal, mask = _cpu_mode(shapes[0], q.dtype)
         out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
-        return out, lse
+        return _as_rows(out, len(shapes)), _as_rows(lse, len(shapes))
 
     def backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shapes: Sequence[Shape],
+        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.device.type == "cuda":
-            return _cuda_backward(dout, q, k, v, out, lse, shape, scale)
-        if shape.num_q < _TALL and q.dtype.itemsize == 2:
+            return _cuda_backward(dout, q, k, v, out, lse, shapes, scale)
+        if shapes[0].num_q < _TALL and q.dtype.itemsize == 2:
             dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-        causal, mask = _cpu_mode(shape, q.dtype)
-        grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse = (_as_batch(x, len(shapes)) for x in (dout, q, k, v, out, lse))
+        causal, mask = _cpu_mode(shapes[0], q.dtype)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
             dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-        return grads
+        dq, dk, dv = (_as_rows(grad, len(shapes)) for grad in grads)
+        return dq, dk, dv
 
 
-def _split_for_cpu(tile: Tile, backward: bool) -> Sequence[Tile]:
+def _as_batch(x: Tensor, num: int) -> Tensor:
+    """`(1, H, num * T, ...)` -> `(num, H, T, ...)`, a view."""
+    return x if num == 1 else x.unflatten(2, (num, -1))[0].transpose(0, 1)
+
+
+def _as_rows(x: Tensor, num: int) -> Tensor:
+    """`(num, H, T, ...)` -> `(1, H, num * T, ...)`: a view of what the operator gives, whose rows come before its heads."""
+    return x if num == 1 else x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+
+def _split_for_cpu(tile: Tile, dtype: torch.dtype, backward: bool) -> Sequence[Tile]:
     """Into rectangles and lower triangles, for which the operator has modes; the rest goes by masks, as little as can be.
 
     # # | # . .     a lower trapezoid: rows that see every key below, keys that every row sees on the left, a triangle
     # # | # # .
     # # | # # #
-    ---------       # # # # . .     a band: some rows at a time; in backward some keys at a time, all their rows, as an upper
-    # # # # #       . # # # # .     triangle, a rectangle and a lower one: tall tiles are faster there, and each is added to
-                    . . # # # #     the sums of its keys but once
+    ---------       # # # # . .     what has an upper edge: some rows at a time; in backward some keys at a time, all their
+    # # # # #       . # # # # .     rows: tall tiles are faster there, and each is added to the sums of its keys but once
+                    . . # # # #
     """
     shape = tile.shape
     if not shape.has_lo and not shape.has_hi:
         return (tile,)
     if not shape.has_hi:
         return _split_lower(tile, backward)
-    if not backward or shape.hi - shape.lo < _NARROW:
-        rows = range(0, shape.num_q, _BAND_ROWS)
-        return list(_parts(tile, *((row, min(row + _BAND_ROWS, shape.num_q), 0, shape.num_k) for row in rows)))
-    if not shape.has_lo:
-        return [_turned(part, tile) for part in _split_lower(_turned(tile, tile), backward)]
-    return [piece for strip in _strips(tile) for piece in _split_for_cpu(strip, backward)]
+    if backward:
+        width = min(_BAND_COLUMNS[dtype.itemsize], max(shape.hi - shape.lo + 1, _BAND_ROWS))
+        strips = _parts(tile, *((0, shape.num_q, key, key + width) for key in range(0, shape.num_k, width)))
+        return [part for strip in strips for part in _split_rows(strip)]
+    blocks = _parts(tile, *((row, row + _BAND_ROWS, 0, shape.num_k) for row in range(0, shape.num_q, _BAND_ROWS)))
+    return [part for block in blocks for part in _split_keys(block)]
 
 
-def _strips(tile: Tile) -> Iterator[Tile]:
-    """A band, some keys at a time, each strip in two parts that only one of its diagonals bounds."""
-    shape = tile.shape
-    columns = min(_BAND_COLUMNS, shape.hi - shape.lo + 1)
-    for start in range(0, shape.num_k, columns):
-        stop = min(start + columns, shape.num_k)
-        edge = min(max(stop - 1 + shape.lo, 0), shape.num_q)  # from this row on every key of the strip has begun
-        yield from _parts(tile, (0, edge, start, stop), (edge, shape.num_q, start, stop))
+def _split_rows(tile: Tile) -> Sequence[Tile]:
+    """A tall tile as its ends, which need a mask, and the rows between, which see every key."""
+    num_q, num_k, lo, hi = tile.shape
+    first, last = max(num_k - 1 + lo, 0), min(hi + 1, num_q)
+    if num_q <= _MASKED or first >= last:
+        return (tile,)
+    return list(_parts(tile, (0, first, 0, num_k), (first, last, 0, num_k), (last, num_q, 0, num_k)))
+
+
+def _split_keys(tile: Tile) -> Sequence[Tile]:
+    """A wide tile likewise: its first and last keys, and those between, which every row sees."""
+    num_q, num_k, lo, hi = tile.shape
+    first, last = max(num_q - 1 - hi, 0), min(1 - lo, num_k)
+    if num_k <= _MASKED or first >= last:
+        return (tile,)
+    return list(_parts(tile, (0, num_q, 0, first), (0, num_q, first, last), (0, num_q, last, num_k)))
 
 
 def _split_lower(tile: Tile, backward: bool) -> Sequence[Tile]:
@@ -126,13 +163,6 @@ def _parts(tile: Tile, *corners: tuple[int, int, int, int]) -> Iterator[Tile]:
             yield part
 
 
-def _turned(tile: Tile, within: Tile) -> Tile:
-    """The tile after half a turn of `within`: its last row is the first, its last key the first."""
-    rows, keys = within.q0 + within.q1 - 1, within.k0 + within.k1 - 1
-    q0, q1, k0, k1, lo, hi = tile
-    return Tile(rows + 1 - q1, rows + 1 - q0, keys + 1 - k1, keys + 1 - k0, rows - keys - hi, rows - keys - lo)
-
-
 def _split_for_cuda(tile: Tile) -> Sequence[Tile]:
     """Windows as they are, unless the tile is taller than wide: the operator takes a side of `num_k` or more for open, and an
     open side for `num_k`. Rows that see every key, and those before and after them, are then tiles at least as wide as tall.
@@ -149,7 +179,8 @@ def _split_for_cuda(tile: Tile) -> Sequence[Tile]:
 
 def _part(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
     """The part of a tile within rows `q0..q1` and columns `k0..k1` counted from its corner, trimmed."""
-    q0, q1, k0, k1 = tile.q0 + q0, tile.q0 + q1, tile.k0 + k0, tile.k0 + k1
+    q0, q1 = tile.q0 + q0, min(tile.q0 + q1, tile.q1)
+    k0, k1 = tile.k0 + k0, min(tile.k0 + k1, tile.k1)
     q0, q1 = max(q0, k0 + tile.lo), min(q1, k1 + tile.hi)
     k0, k1 = max(k0, q0 - tile.hi), min(k1, q1 - tile.lo)
     if q0 >= q1 or k0 >= k1:
@@ -166,9 +197,9 @@ def _cpu_mode(shape: Shape, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
     return False, _additive_mask(shape, dtype)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _additive_mask(shape: Shape, dtype: torch.dtype) -> Tensor:
-    """0 where the band sees, -inf elsewhere: `(num_q, num_k)` of at most 128 rows, the same for every block of a window."""
+    """0 where the band sees, -inf elsewhere: `(num_q, num_k)`, the same for every block of a window."""
     away = torch.arange(shape.num_q, device="cpu")[:, None] - torch.arange(shape.num_k, device="cpu")
     hidden = (away < shape.lo) | (away > shape.hi)
     return torch.zeros(shape.num_q, shape.num_k, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
@@ -181,24 +212,56 @@ def _window(shape: Shape) -> tuple[int | None, int | None]:
     return left, right
 
 
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, shape: Shape, scale: float) -> tuple[Tensor, Tensor]:
-    left, right = _window(shape)
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
+    left, right = _window(shapes[0])
+    q, k, v = (_for_cuda(x, shapes) for x in (q, k, v))
     out, lse, *_ = aten._flash_attention_forward(
-        *(x.transpose(1, 2) for x in (q, k, v)), None, None, shape.num_q, shape.num_k, 0.0, False, False,
-        scale=scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    return out.transpose(1, 2), lse
+        q,
+        k,
+        v,
+        *_lengths(shapes, q.device),
+        0.0,
+        False,
+        False,
+        scale=scale,
+        window_size_left=left,
+        window_size_right=right,
+    )
+    return _from_cuda(out, shapes), lse if len(shapes) == 1 else lse[None]
 
 
 def _cuda_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape, scale: float
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Sequence[Shape], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = _window(shape)
+    left, right = _window(shapes[0])
+    dout, q, k, v, out = (_for_cuda(x, shapes) for x in (dout, q, k, v, out))
+    lse = lse.contiguous() if len(shapes) == 1 else lse[0].contiguous()
     # Without dropout the random state is not read, but the operator wants its two tensors.
     unused = torch.empty(0, dtype=torch.int64, device=q.device)
     grads = aten._flash_attention_backward(
-        *(x.transpose(1, 2) for x in (dout, q, k, v, out)), lse.contiguous(), None, None, shape.num_q, shape.num_k,
-        0.0, False, unused, unused, scale=scale, window_size_left=left, window_size_right=right,
+        dout, q, k, v, out, lse, *_lengths(shapes, q.device), 0.0, False, unused, unused,
+        scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
+    dq, dk, dv = (_from_cuda(grad, shapes) for grad in grads)
     return dq, dk, dv
+
+
+def _for_cuda(x: Tensor, shapes: Sequence[Shape]) -> Tensor:
+    """`(B, H, T, D)` -> `(B, T, H, D)`, or `(T, H, D)` for several sequences."""
+    return x.transpose(1, 2) if len(shapes) == 1 else x[0].transpose(0, 1)
+
+
+def _from_cuda(x: Tensor, shapes: Sequence[Shape]) -> Tensor:
+    return x.transpose(1, 2) if len(shapes) == 1 else x.transpose(0, 1)[None]
+
+
+@lru_cache(maxsize=256)
+def _lengths(shapes: tuple[Shape, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where each sequence begins and ends, rows and keys (None for one sequence), and the longest of them."""
+    queries, keys = [shape.num_q for shape in shapes], [shape.num_k for shape in shapes]
+    if len(shapes) == 1:
+        return None, None, queries[0], keys[0]
+    of_queries, of_keys = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
+    )
+    return of_queries, of_keys, max(queries), max(keys)

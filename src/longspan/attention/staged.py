@@ -239,7 +239,8 @@ class _Layer:
             (q,) = exchange.there([made_q])
             return exchange, local_q, q, kv
         (local_k, made_k), (local_v, made_v) = self._project("k", stage.kv), self._project("v", stage.kv)
-        q, k, v = exchange.gather(made_q, made_k, made_v, self.share.wire_dtype)
+        again = stage is not self.stages[0]
+        q, k, v = exchange.gather(made_q, made_k, made_v, self.share.wire_dtype, again)
         return exchange, local_q, q, _KV((local_k, local_v), exchange, (k, v))
 
     def _project(self, name: str, heads: tuple[int, ...]) -> tuple[_Heads, Tensor]:

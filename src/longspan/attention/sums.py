@@ -6,7 +6,7 @@ B batch, H query heads, K KV heads, T slots of this rank, D head dim
 import torch
 
 from longspan.attention.merge import accumulation_dtype, merge_, merge_sink_
-from longspan.plan import Runs, Tile
+from longspan.plan import Runs
 
 Tensor = torch.Tensor
 
@@ -18,15 +18,21 @@ class Output:
         self._like = q
         self._shape = (*q.shape[:3], v.shape[3])
         self._sum: tuple[Tensor, Tensor] | None = None
+        self._begun = 0  # no later row has been merged
 
-    def add(self, tile: Tile, out: Tensor, lse: Tensor) -> None:
-        """Merge one tile. The first is taken as it is where it covers all rows."""
-        if self._sum is None and tile.q1 - tile.q0 == self._shape[2]:
-            self._sum = out, lse
+    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
+        """Merge what queries `start` to `stop` found. The first of a row is taken as it is."""
+        if self._sum is None and stop - start == self._shape[2]:
+            self._sum, self._begun = (out, lse), stop
             return
         so_far, so_far_lse = self._sum = self._wide()
-        rows = slice(tile.q0, tile.q1)
-        merge_(so_far[:, :, rows], so_far_lse[:, :, rows], out, lse)
+        rows = slice(start, stop)
+        if start >= self._begun:
+            so_far[:, :, rows] = out
+            so_far_lse[:, :, rows] = lse
+        else:
+            merge_(so_far[:, :, rows], so_far_lse[:, :, rows], out, lse)
+        self._begun = max(self._begun, stop)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -106,7 +106,7 @@ def _hop(
 def _tile_seconds(rows: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> float:
     q, k, v = (torch.randn(1, _HEADS, rows, head_dim, device=device).to(dtype) for _ in range(3))
     kernel, shape = choose_kernel("auto", q, k, v), Shape(rows, rows, 1 - rows, rows - 1)
-    return _seconds(lambda: kernel.forward(q, k, v, shape, 0.1), None, device)
+    return _seconds(lambda: kernel.forward(q, k, v, (shape,), 0.1), None, device)
 
 
 def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device | None = None) -> float:

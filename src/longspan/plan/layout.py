@@ -1,19 +1,24 @@
 """Which rank holds which tokens: an ordered list of spans per rank.
 
 contiguous   0 0 0 0 1 1 1 1        zigzag   0 0 1 1 1 1 0 0        striped   0 1 0 1 0 1 0 1
+balanced     by the masks: of documents 4 + 2 + 2   1 1 0 0 0 0 1 1, say
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 from typing import Any, Self
 
 import numpy as np
 
+from longspan.plan.balance import balanced_spans
+from longspan.plan.checks import check_rank, whole
+from longspan.plan.density import Density
+from longspan.plan.mask import Mask
 from longspan.spec import SpecError
 
 Array = np.ndarray
+LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +72,56 @@ class Layout:
         return cls("striped", seq_len, ranks, ranks, spans, slots)
 
     @classmethod
-    def named(cls, name: str, seq_len: int, ranks: int, slots: int | None = None) -> Self:
-        """The layout of that name; for configuration files."""
+    def balanced(
+        cls,
+        mask: Mask | Sequence[Mask],
+        ranks: int,
+        slots: int | None = None,
+        *,
+        weights: Sequence[int] | None = None,
+        whole_below: int = 0,
+    ) -> Self:
+        """Ranks have equal tokens, nearly equal visible pairs and few foreign rows; short documents stay whole.
+
+        Several masks over the same tokens count by their `weights`: the number of layers that use each. Token counts differ
+        by one at most, but where documents shorter than `whole_below` stay whole instead, or where `slots` leave room to keep
+        one whole, or where there are four or more documents a rank and all have one length: then by a document.
+        """
+        masks = [mask] if isinstance(mask, Mask) else list(mask)
+        weights = [1] * len(masks) if weights is None else [whole("weight", weight) for weight in weights]
+        if not masks or len(masks) != len(weights) or min(weights) < 1 or len({m.seq_len for m in masks}) > 1:
+            raise SpecError(
+                f"{len(masks)} masks over {sorted({m.seq_len for m in masks})} tokens, with weights {weights}",
+                hint="give masks over the same tokens, and for each the number of layers that use it",
+            )
+        seq_len = masks[0].seq_len
+        _check(seq_len, ranks)
+        if slots is not None and slots * ranks < seq_len:
+            raise SpecError(
+                f"{ranks} ranks of slots={slots} hold less than {seq_len} tokens",
+                hint=f"set slots to at least {-(-seq_len // ranks)}",
+            )
+        spans = balanced_spans(Density(list(zip(masks, weights, strict=True))), ranks, slots, whole_below)
+        return cls("balanced", seq_len, ranks, 1, spans, slots)
+
+    @classmethod
+    def named(
+        cls,
+        name: str,
+        seq_len: int,
+        ranks: int,
+        slots: int | None = None,
+        *,
+        masks: Sequence[Mask] = (),
+        weights: Sequence[int] | None = None,
+        whole_below: int = 0,
+    ) -> Self:
+        """The layout of that name; for configuration files. Only "balanced" looks at masks, weights and `whole_below`."""
+        if name == "balanced":
+            return cls.balanced(masks, ranks, slots, weights=weights, whole_below=whole_below)
         makers = {"contiguous": cls.contiguous, "zigzag": cls.zigzag, "striped": cls.striped}
         if name not in makers:
-            raise SpecError(f"layout {name!r} is not known", hint=f"choose one of {', '.join(makers)}")
+            raise SpecError(f"layout {name!r} is not known", hint=f"choose one of {', '.join(LAYOUTS)}")
         return makers[name](seq_len, ranks, slots)
 
     @cached_property
@@ -138,21 +188,6 @@ class Layout:
         before = np.cumsum(length) - length
         slot = before - before[np.searchsorted(owner, owner, side="left")]
         return np.column_stack((owner, start, stop, slot))[np.argsort(start, kind="stable")]
-
-
-def check_rank(rank: int, ranks: int) -> int:
-    """`rank` itself if it is one of `ranks`, else an error."""
-    if not 0 <= rank < ranks:
-        raise SpecError(f"rank {rank} is not one of the {ranks} ranks 0..{ranks - 1}")
-    return rank
-
-
-def whole(name: str, value: Any) -> int:
-    """`value` as an int if it is a whole number by type, else an error: 8.7 tokens are not rounded."""
-    try:
-        return index(value)
-    except TypeError:
-        raise SpecError(f"{name}={value!r} is not an integer") from None
 
 
 def _check(seq_len: int, ranks: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from longspan.plan import bands as algebra
 from longspan.plan.bands import UNBOUNDED
-from longspan.plan.layout import whole
+from longspan.plan.checks import whole
 from longspan.spec import SpecError
 
 Array = np.ndarray

@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import numpy as np
 
+from longspan.plan.checks import check_rank, whole
 from longspan.plan.choose import Costs, choose_route
-from longspan.plan.cut import area_by_rank
-from longspan.plan.layout import Layout, check_rank, whole
+from longspan.plan.cut import area_by_rank, demand_of
+from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
-from longspan.plan.routes import AUTO, STAGED, Degrees, Work, degrees_of
+from longspan.plan.routes import AUTO, STAGED, Degrees, Work, comes_down_to, degrees_of
 from longspan.plan.steps import RankPlan
 from longspan.plan.wire import check_wire_dtype, row_bytes
 from longspan.spec import SpecError
@@ -58,7 +59,9 @@ def plan_attention(
             raise SpecError(f"inner={inner} is for a route of two levels; {AUTO!r} chooses", hint="leave inner out")
         route, inner, reason = choose_route(layout, mask, heads, tp, ranks_per_node, costs or Costs(), wire_dtype)
     degrees = degrees_of(route, layout.ranks, heads, inner, tp, ranks_per_node)
-    return Plan(layout, mask, route, heads, degrees, wire_dtype, reason)
+    if degrees.heads > 1 and not len(demand_of(layout, mask).source):
+        degrees, reason = degrees.without_heads(), reason or "no query sees another rank's keys: nothing is exchanged"
+    return Plan(layout, mask, route, heads, degrees, wire_dtype, reason or comes_down_to(route, degrees))
 
 
 def _two(heads: Any) -> tuple[int, int]:
@@ -90,7 +93,7 @@ class Plan:
     degrees: Degrees
     wire_dtype: str | None = None
     reason: str = ""
-    """Why "auto" chose the route; empty where it was given."""
+    """Why "auto" chose the route, or what one of two levels comes down to; else empty."""
 
     @property
     def ranks(self) -> int:
@@ -110,6 +113,13 @@ class Plan:
     def area(self, rank: int) -> float:
         """Visible pairs that `rank` computes, times its share of the heads where heads are exchanged; an int if whole."""
         return share_of_heads(int(self.areas[check_rank(rank, self.ranks)]), 1, self.degrees.heads)
+
+    def blocks(self, rank: int) -> float:
+        """Blocks of 128 x 128 pairs that `rank` computes something of, each tile's from its own corner; heads as in `area`.
+
+        A tile cuts blocks at its edges: `128 * 128 * blocks / area` above 1 is work that a blockwise kernel may do for nothing.
+        """
+        return share_of_heads(self.rank_plan(rank).blocks, 1, self.degrees.heads)
 
     def rows_received(self, rank: int) -> int:
         """KV rows that arrive at `rank` in one forward, rows in transit included."""

@@ -9,7 +9,7 @@ A name of two parts is outer-inner, as a mesh of two axes is (outer, inner): ran
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, Protocol
 
@@ -73,20 +73,17 @@ def check_route(name: str) -> str:
 class Degrees:
     """Ranks that exchange heads, and ranks among which rows travel; their product is the CP degree.
 
-    `adjacent`: those that exchange heads are neighbours. `two_levels`: the route has an inner degree, even if that is 1.
+    `adjacent`: those that exchange heads are neighbours. `levels`: outer and inner degree, where the route has two.
     """
 
     heads: int
     rows: int
     adjacent: bool = True
-    two_levels: bool = False
+    levels: tuple[int, int] | None = None
 
-    @property
-    def levels(self) -> tuple[int, int] | None:
-        """Outer and inner degree, None where there is one level."""
-        if not self.two_levels:
-            return None
-        return (self.rows, self.heads) if self.adjacent else (self.heads, self.rows)
+    def without_heads(self) -> "Degrees":
+        """The same ranks, none of which exchange heads."""
+        return replace(self, heads=1, rows=self.heads * self.rows)
 
     def group_of(self, rank: int) -> int:
         """Which of the `rows` groups `rank` exchanges heads in."""
@@ -129,8 +126,17 @@ def degrees_of(
         fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
         raise SpecError(f"inner={inner} does not divide the {ranks} ranks of the group", hint=f"use {', '.join(fits)}")
     degree = inner if level == "inner" else ranks // inner
-    check_head_degree(degree, heads, name, tp, what="inner ulysses" if level == "inner" else "outer ulysses")
-    return Degrees(degree, ranks // degree, level == "inner", two_levels=True)
+    check_head_degree(degree, heads, name, tp, level, ranks)
+    return Degrees(degree, ranks // degree, level == "inner", (ranks // inner, inner))
+
+
+def comes_down_to(name: str, degrees: Degrees) -> str:
+    """What a route of two levels is where no heads are exchanged, such as `inner 1: a ring`; else empty."""
+    kind = ROUTES[name]
+    if degrees.levels is None or degrees.heads > 1 or degrees.rows == 1:
+        return ""
+    plain = next(other for other, of in ROUTES.items() if of == RouteKind(kind.carrier))
+    return f"{kind.heads} 1: {'a ring' if plain == 'ring' else plain}, no heads are exchanged"
 
 
 def _best_inner(level: HeadLevel, ranks: int, heads: tuple[int, int] | None, ranks_per_node: int | None) -> int:

@@ -1,0 +1,294 @@
+"""The balanced layout: spans chosen from the masks, so that ranks have equal tokens, nearly equal pairs, and few foreign rows.
+
+    a long document, causal    # # # # # # # # # # # #      its last tokens see the most keys
+    short ones                 .. ... .. ... .. .           see little, each stays whole
+    rank 0                     .. ... ..        # # #       takes from the top until it has its share of the pairs
+    rank 1                     ... .. .   # # # #           likewise, of what is left; short ones make up its tokens
+
+Ranks pour in turn, each its share of the tokens and pairs that are left. Where the top is too dense and nothing sparse is
+left, a rank takes some of the top and some of the bottom of a document: one alone comes out as zigzag.
+"""
+
+import heapq
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from longspan.plan.density import Density
+
+Array = np.ndarray
+Run = tuple[int, int]
+"""Tokens, start and stop."""
+
+_SHORT = 0.25
+"""Documents of up to this part of a shard are dealt whole, and are a fluid of mean density while the others are poured."""
+_SLACK = 0.001
+"""A document that brings a rank this much over its share of the pairs is still taken whole."""
+_EVEN = 0.01
+"""Ranks are evened out until none has more pairs than this above the mean."""
+
+
+def balanced_spans(density: Density, ranks: int, slots: int | None = None, whole_below: int = 0) -> Array:
+    """Spans `(n, 3)` of owner, start, stop, sorted by owner and start.
+
+    Token counts differ by one at most. They may differ by more where documents shorter than `whole_below` would be cut for
+    that, or any that `slots` leave room for, or where all documents have one length and ranks get four or more of them.
+    """
+    size, longer = divmod(density.seq_len, ranks)
+    share = [size + (rank < longer) for rank in range(ranks)]
+    documents = density.pieces
+    lengths = documents[:, 1] - documents[:, 0]
+    if (lengths == lengths[0]).all() and lengths[0] <= _SHORT * size:
+        each, more = divmod(len(lengths), ranks)
+        even = [int(lengths[0]) * (each + (rank < more)) for rank in range(ranks)]
+        share = even if slots is None or even[0] <= slots else share
+    limit = max(_SHORT * size, whole_below - 1)
+    short = lengths <= limit
+    shorts = documents[short][np.argsort(-lengths[short], kind="stable")].tolist()
+    longs = documents[~short].tolist()
+    holes = _Pouring(density, share, longs, fluid=shorts).holes
+    dealt, rest = _deal(shorts, holes, share, slots, whole_below)
+    pouring = _Pouring(density, share, longs + rest, dealt)
+    _even_out(density, pouring.taken, pouring.pairs, limit)
+    return _joined(pouring.taken)
+
+
+def _deal(
+    shorts: Sequence[Run], holes: Sequence[int], share: Sequence[int], slots: int | None, whole_below: int
+) -> tuple[list[list[Run]], list[Run]]:
+    """Whole documents, longest first, each into the largest hole, and those that fit none where most room is left.
+
+    Also returns the rest, which has to be cut.
+    """
+    dealt: list[list[Run]] = [[] for _ in share]
+    left = list(share)
+    heap = [(-hole, rank) for rank, hole in enumerate(holes)]
+    heapq.heapify(heap)
+    waiting, rest = [], []
+    for start, stop in shorts:
+        hole, rank = heap[0]
+        if stop - start > -hole:
+            waiting.append((start, stop))
+            continue
+        heapq.heapreplace(heap, (hole + stop - start, rank))
+        dealt[rank].append((start, stop))
+        left[rank] -= stop - start
+    heap = [(-tokens, rank) for rank, tokens in enumerate(left)]
+    heapq.heapify(heap)
+    for start, stop in waiting:
+        tokens, rank = heap[0]
+        over = stop - start + tokens  # tokens that the rank would have beyond its share
+        if over <= 0 or (over <= slots - share[rank] if slots is not None else stop - start < whole_below):
+            heapq.heapreplace(heap, (tokens + stop - start, rank))
+            dealt[rank].append((start, stop))
+        else:
+            rest.append((start, stop))
+    return dealt, rest
+
+
+class _Pouring:
+    """Documents to ranks, one rank after the other.
+
+    `taken` are the runs of each rank, `pairs` what their queries see, `holes` the tokens of `fluid` that it would hold besides.
+    """
+
+    def __init__(
+        self,
+        density: Density,
+        share: Sequence[int],
+        documents: Sequence[Run],
+        dealt: Sequence[Sequence[Run]] | None = None,
+        fluid: Sequence[Run] = (),
+    ) -> None:
+        ranks = len(share)
+        self._between = density.between
+        self._whole = sorted((start - stop, start, stop) for start, stop in documents)  # longest first
+        self._cut: list[Run] = []
+        self._fluid = sum(stop - start for start, stop in fluid)
+        self._thin = density.within(fluid) / max(self._fluid, 1)
+        self.taken = [list(runs) for runs in dealt] if dealt else [[] for _ in share]
+        self.pairs = [density.within(runs) for runs in self.taken]
+        self.holes = [0] * ranks
+        pairs_left, tokens_left = float(density.total), density.seq_len
+        for rank in range(ranks):
+            before = self.pairs[rank]
+            self._rank = rank
+            self._mean = pairs_left / max(tokens_left, 1)
+            self._tokens = share[rank] - sum(stop - start for start, stop in self.taken[rank])
+            self._pairs = target = pairs_left / (ranks - rank) - before
+            self._fill()
+            pairs_left -= before + target - self._pairs
+            tokens_left -= share[rank]
+
+    def _fill(self) -> None:
+        while self._tokens > 0 and (self._whole or self._cut):
+            start, stop = self._pop_densest()
+            if self._top(start, stop, self._tokens) > self._pairs * (1 + _SLACK):
+                self._dilute(start, stop)
+            self._pour(start, stop)
+        self._take_fluid(self._tokens)
+
+    def _pop_densest(self) -> Run:
+        """The document whose last tokens, as many as the rank lacks, see most."""
+        index = max(range(len(self._cut)), key=lambda i: self._top(*self._cut[i], self._tokens), default=None)
+        if self._whole:
+            _, start, stop = self._whole[0]
+            if index is None or self._top(start, stop, self._tokens) >= self._top(*self._cut[index], self._tokens):
+                return self._whole.pop(0)[1:]
+        assert index is not None, "some document is left"
+        return self._cut.pop(index)
+
+    def _pour(self, start: int, stop: int) -> None:
+        """Take the tokens that the rank lacks: from the top, and as many from the bottom as the top is too dense for."""
+        tokens = min(self._tokens, stop - start)
+        between = self._between
+
+        def pairs(top: int) -> int:
+            return between(stop - top, stop) + between(start, start + tokens - top)
+
+        top = tokens
+        if tokens < stop - start and pairs(tokens) > self._pairs:
+            top = _least(pairs, tokens, self._pairs)
+            if top and self._pairs - pairs(top - 1) < pairs(top) - self._pairs:
+                top -= 1
+        self._take(stop - top, stop)
+        self._take(start, start + tokens - top)
+        self._put_back(start + tokens - top, stop - top)
+
+    def _dilute(self, start: int, stop: int) -> None:
+        """Take tokens that see little, while the top of the document at hand still suffices for the pairs that are lacking."""
+        index = bisect_left(self._whole, (-self._tokens,))
+        while index < len(self._whole) and self._tokens > 0:
+            length, first, last = self._whole[index]
+            pairs = self._pairs - self._between(first, last)
+            if -length <= self._tokens and 0 <= pairs <= self._top(start, stop, self._tokens + length):
+                del self._whole[index]
+                self._take(first, last)
+            else:
+                index += 1
+        most = min(self._fluid, self._tokens)
+        if most:
+            self._take_fluid(
+                _least(lambda n: -self._top(start, stop, self._tokens - n) - n * self._thin, most, -self._pairs)
+            )
+        # A document that is denser than the average cannot do with its own bottom: that runs out before its top does.
+        while self._tokens > 0 and self._top(start, stop, self._tokens) > self._pairs:
+            if self._between(start, stop) <= self._mean * (stop - start) or not self._take_sparse(start, stop):
+                break
+
+    def _take_sparse(self, start: int, stop: int) -> bool:
+        """Take from the bottom of the sparsest document, if one is sparser than the average; rather one that is cut."""
+        mean = {run: self._between(*run) / (run[1] - run[0]) for run in self._cut}
+        run = min(mean, key=mean.__getitem__, default=None)
+        if run is not None and mean[run] < self._mean:
+            self._cut.remove(run)
+        elif self._whole and self._between(*self._whole[-1][1:]) < self._mean * -self._whole[-1][0]:
+            run = self._whole.pop()[1:]
+        else:
+            return False
+        low, high = run
+        most = min(self._tokens, high - low)
+        n = _least(
+            lambda n: -self._top(start, stop, self._tokens - n) - self._between(low, low + n), most, -self._pairs
+        )
+        self._take(low, low + n)
+        self._put_back(low + n, high)
+        return n > 0
+
+    def _top(self, start: int, stop: int, tokens: int) -> int:
+        return self._between(max(start, stop - tokens), stop)
+
+    def _take(self, start: int, stop: int) -> None:
+        if start < stop:
+            pairs = self._between(start, stop)
+            self.taken[self._rank].append((start, stop))
+            self.pairs[self._rank] += pairs
+            self._pairs -= pairs
+            self._tokens -= stop - start
+
+    def _take_fluid(self, tokens: int) -> None:
+        tokens = min(tokens, self._fluid)
+        self.holes[self._rank] += tokens
+        self._fluid -= tokens
+        self._tokens -= tokens
+        self._pairs -= tokens * self._thin
+
+    def _put_back(self, start: int, stop: int) -> None:
+        if start < stop:
+            self._cut.append((start, stop))
+
+
+def _even_out(density: Density, taken: list[list[Run]], pairs: list[int], limit: float) -> None:
+    """Let the rank with most pairs swap a dense end for a sparse beginning of the one with fewest, until they are even.
+
+    Runs of up to `limit` tokens, short documents among them, stay as they are where there are others.
+    """
+
+    def of(rank: int) -> list[Run]:
+        return [run for run in taken[rank] if run[1] - run[0] > limit] or taken[rank]
+
+    ranks = [rank for rank, runs in enumerate(taken) if runs]
+    mean = sum(pairs) / len(ranks)
+    between = density.between
+    for _ in range(2 * len(ranks)):
+        heavy, light = max(ranks, key=pairs.__getitem__), min(ranks, key=pairs.__getitem__)
+        if pairs[heavy] <= (1 + _EVEN) * mean:
+            break
+        dense = max(of(heavy), key=lambda run: between(run[1] - 1, run[1]))
+        swaps = {run: _Swap(density, dense, run) for run in of(light)}
+        sparse = max(swaps, key=lambda run: swaps[run].gain(swaps[run].most))
+        swap = swaps[sparse]
+        n = _least(swap.gain, swap.most, min(pairs[heavy] - mean, mean - pairs[light]))
+        if (moved := swap.gain(n)) <= 0:
+            break
+        _replace(taken[heavy], dense, (dense[0], dense[1] - n), (sparse[0], sparse[0] + n))
+        _replace(taken[light], sparse, (sparse[0] + n, sparse[1]), (dense[1] - n, dense[1]))
+        pairs[heavy] -= moved
+        pairs[light] += moved
+
+
+@dataclass(frozen=True)
+class _Swap:
+    """Tokens at the end of one run for as many at the beginning of another: what it moves."""
+
+    density: Density
+    dense: Run
+    sparse: Run
+
+    @property
+    def most(self) -> int:
+        return min(self.dense[1] - self.dense[0], self.sparse[1] - self.sparse[0])
+
+    def gain(self, n: int) -> int:
+        between = self.density.between
+        return between(self.dense[1] - n, self.dense[1]) - between(self.sparse[0], self.sparse[0] + n)
+
+
+def _replace(runs: list[Run], run: Run, *parts: Run) -> None:
+    runs.remove(run)
+    runs += [part for part in parts if part[0] < part[1]]
+
+
+def _joined(taken: Sequence[Sequence[Run]]) -> Array:
+    """Spans of all ranks in the order of the sequence, touching ones joined."""
+    owner = np.repeat(np.arange(len(taken)), [len(runs) for runs in taken])
+    runs = np.array([run for runs in taken for run in runs], dtype=np.int64).reshape(-1, 2)
+    order = np.lexsort((runs[:, 0], owner))
+    owner, start, stop = owner[order], runs[order, 0], runs[order, 1]
+    begins = np.concatenate(([True], (owner[1:] != owner[:-1]) | (start[1:] != stop[:-1])))
+    last = np.append(np.flatnonzero(begins)[1:] - 1, -1)
+    return np.stack((owner[begins], start[begins], stop[last]), axis=1)
+
+
+def _least(value: Callable[[int], float], most: int, target: float) -> int:
+    """The least `n` of `0..most` with `value(n) >= target`, `most` if there is none; `value` rises."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if value(middle) < target:
+            low = middle + 1
+        else:
+            high = middle
+    return low
