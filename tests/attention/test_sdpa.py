@@ -1,5 +1,6 @@
 """The flash kernels against plain math: CPU as it is, CUDA through a stand-in that has the real operators' rules."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -8,10 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.attention import sdpa
+from longspan.attention.kernel import launches
 from longspan.attention.sdpa import SdpaKernel
 from longspan.plan import Mask
 from longspan.plan import bands as algebra
 
+from ..oracle import make_inputs, relative_error
 from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen
 
 KERNEL = SdpaKernel()
@@ -84,13 +87,50 @@ class FlashOnCuda:
     def _flash_attention_forward(self, *positional, **named):
         a = self._bind("_flash_attention_forward", positional, named)
         assert a.return_debug_mask is False
+        unused = torch.empty(0, dtype=torch.int64)
+        if a.cum_seq_q is not None:
+            parts = [self._forward(one) for one in self._sequences(a)]
+            out, lse = torch.cat([out[0] for out, _ in parts]), torch.cat([lse[0] for _, lse in parts], dim=1)
+            return out, lse, unused, unused, unused
+        return *self._forward(a), unused, unused, unused
+
+    def _forward(self, a):
         self._check(a)
         out, lse, _ = self._math(a)
-        unused = torch.empty(0, dtype=torch.int64)
-        return out.to(a.query.dtype).contiguous(), lse.float(), unused, unused, unused
+        return out.to(a.query.dtype).contiguous(), lse.float()
+
+    def _sequences(self, a):
+        """A call of several sequences, `(T, H, D)` and lse `(H, T)`, as one call for each. Windows are read by the longest."""
+        lengths = []
+        for ends, rows, most in ((a.cum_seq_q, a.query, a.max_q), (a.cum_seq_k, a.key, a.max_k)):
+            assert ends.dtype == torch.int32
+            assert ends.is_contiguous()
+            assert rows.dim() == 3
+            ends = ends.tolist()
+            assert (ends[0], ends[-1]) == (0, rows.shape[0])
+            assert max(stop - start for start, stop in pairwise(ends)) == most
+            lengths.append(list(pairwise(ends)))
+        for (q0, q1), (k0, k1) in zip(*lengths, strict=True):
+            assert q0 < q1
+            assert k0 < k1
+            one = SimpleNamespace(**vars(a))
+            one.query, one.key, one.value = a.query[None, q0:q1], a.key[None, k0:k1], a.value[None, k0:k1]
+            if hasattr(a, "grad_out"):
+                one.grad_out, one.out = a.grad_out[None, q0:q1], a.out[None, q0:q1]
+                assert a.logsumexp.is_contiguous()
+                one.logsumexp = a.logsumexp[None, :, q0:q1].contiguous()
+            one.cum_seq_q = one.cum_seq_k = None
+            one.longest, one.max_q, one.max_k = a.max_k, q1 - q0, k1 - k0
+            yield one
 
     def _flash_attention_backward(self, *positional, **named):
         a = self._bind("_flash_attention_backward", positional, named)
+        if a.cum_seq_q is not None:
+            parts = [self._backward(one) for one in self._sequences(a)]
+            return tuple(torch.cat([grad[0] for grad in grads]) for grads in zip(*parts, strict=True))
+        return self._backward(a)
+
+    def _backward(self, a):
         self._check(a)
         # The operator itself makes `grad_out` and `out` contiguous.
         assert a.grad_out.shape == a.out.shape == a.query.shape
@@ -127,7 +167,6 @@ class FlashOnCuda:
 
     def _check(self, a):
         # cum_seq_* of None are undefined tensors: dense, not varlen.
-        assert a.cum_seq_q is None
         assert a.cum_seq_k is None
         assert a.dropout_p == 0.0
         assert a.is_causal is False
@@ -146,11 +185,12 @@ class FlashOnCuda:
 
     def _math(self, a):
         rows, columns = a.query.shape[1], a.key.shape[1]
-        left, right = (-1 if w is None or w >= columns else w for w in (a.window_size_left, a.window_size_right))
+        longest = getattr(a, "longest", columns)
+        left, right = (-1 if w is None or w >= longest else w for w in (a.window_size_left, a.window_size_right))
         if left < 0 <= right:
-            left = columns
+            left = longest
         if right < 0 <= left:
-            right = columns
+            right = longest
         j = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
         hidden = torch.zeros_like(j, dtype=torch.bool) if left < 0 else (j < -left) | (j > right)
         group = a.query.shape[2] // a.key.shape[2]
@@ -168,6 +208,9 @@ class OnCuda:
 
     def split(self, tile, device, dtype, backward=False):
         return KERNEL.split(tile, CUDA, dtype, backward)
+
+    def joins(self, first, second, device):
+        return KERNEL.joins(first, second, CUDA)
 
     def forward(self, *arguments):
         return sdpa._cuda_forward(*arguments)
@@ -204,6 +247,73 @@ def test_the_window_on_cuda_shows_exactly_the_tiles_pairs(tile):
     right = torch.zeros_like(times)
     right[tile.q0 : tile.q1, tile.k0 : tile.k1] += seen(tile)
     assert torch.equal(times, right)
+
+
+FOLLOWING = {
+    # Tiles whose rows and keys follow each other, and the calls they take on CPU and on CUDA.
+    "equal documents": ([(0, 5, 0), (5, 10, 0), (10, 15, 0)], 1, 1),
+    "documents": ([(0, 5, 0), (5, 7, 0), (7, 8, 0), (8, 20, 0)], 4, 1),
+    "some equal": ([(0, 4, 0), (4, 8, 0), (8, 9, 0), (9, 13, 0)], 3, 1),
+    "rectangles": ([(0, 4, None), (4, 8, None), (8, 9, None)], 2, 1),
+    "rectangles and documents": ([(0, 4, None), (4, 8, 0), (8, 12, 0)], 2, 2),
+}
+
+
+def join_tiles(kind):
+    return [make_tile(start, stop, start, stop, lo=lo) for start, stop, lo in FOLLOWING[kind][0]]
+
+
+def check_joined(kernel, tiles, calls, heads, dtype, tolerance):
+    """All tiles together against each alone."""
+    x = make_inputs(tiles[-1].q1, heads, dim=8, dtype=dtype)
+    made = launches(kernel, tiles, x.q)
+    assert len(made) == calls
+    assert [shape for launch in made for shape in launch.shapes] == [tile.shape for tile in tiles]
+    assert sum(launch.pairs for launch in made) == sum(map(algebra.tile_area, tiles))
+    alone = [launches(kernel, [tile], x.q)[0] for tile in tiles]
+    one_by_one, together = _results(kernel, alone, x), _results(kernel, made, x)
+    assert all(relative_error(a, b) < tolerance for a, b in zip(together, one_by_one, strict=True))
+
+
+def _results(kernel, made, x):
+    """out, lse, dq, dk, dv over all rows."""
+    outs, grads = [], []
+    for launch in made:
+        q, dout = (t[:, :, launch.q0 : launch.q1] for t in (x.q, x.dout))
+        k, v = (t[:, :, launch.k0 : launch.k1] for t in (x.k, x.v))
+        out, lse = kernel.forward(q, k, v, launch.shapes, 0.4)
+        assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+        outs.append((out, lse))
+        grads.append(kernel.backward(dout, q, k, v, out, lse, launch.shapes, 0.4))
+    return [torch.cat(parts, dim=2) for results in (outs, grads) for parts in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", list(PRECISION), ids=str)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", FOLLOWING)
+def test_tiles_that_follow_each_other_go_together_on_cpu(kind, heads, dtype):
+    check_joined(KERNEL, join_tiles(kind), FOLLOWING[kind][1], heads, dtype, PRECISION[dtype][1])
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("kind", FOLLOWING)
+def test_tiles_that_follow_each_other_go_together_on_cuda(flash, kind, heads):
+    dtype = torch.bfloat16
+    check_joined(OnCuda(), join_tiles(kind), FOLLOWING[kind][2], heads, dtype, PRECISION[dtype][1])
+    assert any(call.cum_seq_q is not None for _, call in flash.calls)
+
+
+def test_windows_of_documents_go_together_on_cuda(flash):
+    # A document that is shorter than the window has none of its own, but goes with those that have.
+    tiles = [make_tile(0, 9, 0, 9, 0, 3), make_tile(9, 12, 9, 12, 0, 3), make_tile(12, 19, 12, 19, 0, 3)]
+    check_joined(OnCuda(), tiles, 1, (4, 2), torch.bfloat16, PRECISION[torch.bfloat16][1])
+
+
+def test_rows_of_a_batch_and_tiles_apart_are_not_joined():
+    tiles = join_tiles("equal documents")
+    assert len(launches(KERNEL, tiles, torch.empty(2, 1, 15, 8))) == 3
+    assert len(launches(KERNEL, [tiles[0], tiles[2]], torch.empty(1, 1, 15, 8))) == 2
+    assert launches(KERNEL, [], torch.empty(1, 1, 15, 8)) == []
 
 
 def tensors(dtype=torch.bfloat16, dim=64, dim_v=None, device="cpu"):

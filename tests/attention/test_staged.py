@@ -116,6 +116,14 @@ def test_layer(P, heads, stage):
             assert relative_error(total, want[name]) < 1e-10, (name, n)
 
 
+def test_layer_of_whole_documents_exchanges_nothing():
+    mask, layout = Mask.documents([4, 4, 3, 5]), Layout.contiguous(16, 2)
+    assert plan_attention(layout, mask, "upipe", (4, 2)).bytes(0, "backward", D, 8) == 0
+    by_rank = run_ranks(2, _layer, layout, mask, (4, 2), 2, True)
+    for name, right in ((name, by_rank[0][1][name]) for name in by_rank[0][0]):
+        assert relative_error(sum(gradients[name] for gradients, _ in by_rank), right) < 1e-10, name
+
+
 def _module(group, rank, plan, heads, stages):
     H, K = heads
     torch.manual_seed(0)

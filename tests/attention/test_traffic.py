@@ -193,7 +193,7 @@ def _whole_documents(group, rank, routes):
 
 def test_documents_that_stay_whole_call_nothing_but_the_comparison_of_the_ranks():
     """0 bytes and no message; no collective but the one all-gather by which the ranks of a call compare what they were given."""
-    routes = ("exchange", "ring", "rotate", "allgather")
+    routes = ("exchange", "ring", "rotate", "allgather", "ulysses", "usp", "ulysses-ring")
     for found in run_ranks(4, _whole_documents, routes):
         for route, (forward, backward, posted) in found.items():
             assert len(forward) == 1, (route, forward)

@@ -187,7 +187,8 @@ def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
         ),
         (
             ("--costs", "costs.json"),
-            "error: --costs means nothing to --route ring\n\nhint: set --route auto, or leave --costs out\n",
+            "error: --costs means nothing to --route ring and --layout zigzag\n\n"
+            "hint: set --route auto, or --layout balanced with --heads; or leave --costs out\n",
         ),
         (
             ("--ranks-per-node", "2"),

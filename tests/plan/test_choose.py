@@ -50,6 +50,18 @@ def test_speed_between_and_beyond_the_measured_sizes():
     assert [costs.speed(rows) for rows in (1, 128, 576, 1024, 4096, 10**6)] == [1e12, 1e12, 1.5e12, 2e12, 8e12, 8e12]
 
 
+def test_a_document_is_whole_where_its_tokens_take_less_time_than_a_cut():
+    costs = Costs(head_dim=64, message_latency=20e-6, tile_overhead=10e-6, tile_speed=((128, 1e13), (1024, 1e14)))
+    # 80 us a cut; a token takes 72 x 512^2 / 1e14 = 0.19 us besides, and n of them 3584 n^2 / speed(n) in attention.
+    n = costs.whole_below(8)
+    linear, attention = 72 * 512**2 / 1e14, 3.5 * 2 * 512
+    assert linear * (n - 1) + attention * (n - 1) ** 2 / costs.speed(n - 1) <= 80e-6
+    assert linear * n + attention * n**2 / costs.speed(n) > 80e-6
+    assert 300 < n < 420
+    assert replace(costs, message_latency=20e-3).whole_below(8) > 50 * n
+    assert costs.whole_below(64) < n / 8
+
+
 def choose(mask, P, heads, **how):
     return plan_attention(Layout.zigzag(mask.seq_len, P), mask, "auto", heads, **how)
 

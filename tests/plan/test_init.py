@@ -20,8 +20,8 @@ assert not heavy, heavy
 
 def test_all_names_exist_and_are_sorted():
     assert package.__all__ == [
-        "AUTO", "LAYOUTS", "ROUTES", "STAGED", "WIRE_DTYPES", "Costs", "HeadShare", "HeadStage", "Layout", "Mask", "Phase",
-        "Place", "Plan", "RankPlan", "Runs", "Shape", "Stage", "Step", "Tile", "Transfer", "check_heads", "check_route",
+        "AUTO", "BALANCED", "LAYOUTS", "ROUTES", "STAGED", "WIRE_DTYPES", "Costs", "HeadShare", "HeadStage", "Layout", "Mask",
+        "Phase", "Place", "Plan", "RankPlan", "Runs", "Shape", "Stage", "Step", "Tile", "Transfer", "check_heads", "check_route",
         "check_wire_dtype", "head_stages", "plan_attention", "share_of_heads", "spans_of",
     ]  # fmt: skip
     assert all(hasattr(package, name) for name in package.__all__)

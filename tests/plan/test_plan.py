@@ -131,6 +131,22 @@ def test_causal_zigzag_is_even(P):
     assert 1.0 <= plan.imbalance <= 1.002
 
 
+@pytest.mark.parametrize("route", ["ulysses", "usp", "exchange-ulysses", "ulysses-ring", "upipe", "ring", "allgather"])
+def test_where_no_query_sees_another_ranks_keys_nothing_is_exchanged(route):
+    mask = Mask.documents([16] * 8)
+    inner = 2 if route in ("usp", "exchange-ulysses", "ulysses-ring") else None
+    plan = plan_attention(Layout.contiguous(128, 4), mask, route, (8, 4), inner)
+    for rank in range(4):
+        assert (
+            plan.bytes(rank, "forward", 64, 2) == plan.bytes(rank, "backward", 64, 2) == plan.rows_received(rank) == 0
+        )
+        assert plan.area(rank) == mask.area // 4
+        assert len(plan.rank_plan(rank).stages) == 1
+    if route not in ("ring", "allgather"):
+        assert plan.reason == "no query sees another rank's keys: nothing is exchanged"
+    assert plan.degrees.levels == {"usp": (2, 2), "exchange-ulysses": (2, 2), "ulysses-ring": (2, 2)}.get(route)
+
+
 def test_planning_one_rank_does_not_plan_the_others():
     plan = plan_attention(Layout.zigzag(4096, 1024), Mask.causal(4096))
     share = plan.rank_plan(7)

@@ -15,7 +15,7 @@ from longspan.attention.staged import Projections, projected_attention
 from longspan.comm.agree import check_agreement
 from longspan.comm.groups import Group, as_group, rank_and_size, ranks_per_node
 from longspan.comm.sharding import gather, shard
-from longspan.plan import ROUTES, Costs, Layout, Mask, Plan, check_wire_dtype, plan_attention
+from longspan.plan import BALANCED, ROUTES, Costs, Layout, Mask, Plan, check_wire_dtype, plan_attention
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
@@ -77,7 +77,7 @@ class ContextParallel:
         self.wire_dtype = check_wire_dtype(_WIRE_NAMES.get(wire_dtype, str(wire_dtype)) if wire_dtype else None)
         self.costs, self.ranks_per_node = costs or Costs(), ranks_per_node(self.group)
         self.kernel, self.slots_multiple_of = check_kernel_name(kernel), slots_multiple_of
-        if layout != "balanced" and (layers or whole_below):
+        if layout != BALANCED and (layers or whole_below):
             raise SpecError(
                 f"layers={layers} and whole_below={whole_below} are for layout 'balanced', not {layout!r}",
                 hint='set layout="balanced", or leave them out',

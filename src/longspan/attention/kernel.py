@@ -38,7 +38,7 @@ class Kernel(Protocol):
         ...
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        """Whether tiles of both shapes go into one call, for a batch of 1."""
+        """Whether a tile of the second shape goes into a call whose first is of the first shape, for a batch of 1."""
         ...
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:

@@ -53,8 +53,8 @@ class SdpaKernel:
         return _split_for_cuda(tile) if device.type == "cuda" else _split_for_cpu(tile, dtype, backward)
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        # As a batch of equal tiles on CPU; on CUDA as sequences of any length under one window.
-        return _window(first) == _window(second) if device.type == "cuda" else first == second
+        # As a batch of equal tiles on CPU; on CUDA as sequences of any length under the window of the first.
+        return _within(_window(first), second) if device.type == "cuda" else first == second
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
         if q.device.type == "cuda":
@@ -210,6 +210,13 @@ def _window(shape: Shape) -> tuple[int | None, int | None]:
     left = shape.hi + shape.num_k - shape.num_q if shape.has_hi else None
     right = shape.num_q - shape.num_k - shape.lo if shape.has_lo else None
     return left, right
+
+
+def _within(window: tuple[int | None, int | None], shape: Shape) -> bool:
+    """Whether that window shows exactly the pairs of a tile: its own, or a side that lies beyond all of the tile's keys."""
+    beyond = (shape.num_k - 1, shape.num_q - 1)
+    own = _window(shape)
+    return all(w == o or (o is None and w is not None and w >= b) for w, o, b in zip(window, own, beyond, strict=True))
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:

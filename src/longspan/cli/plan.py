@@ -12,7 +12,7 @@ import click
 from rich.console import Console
 
 from longspan.cli.errors import friendly
-from longspan.plan import AUTO, ROUTES, WIRE_DTYPES, Costs, Layout, Mask, Plan, check_route, plan_attention
+from longspan.plan import AUTO, BALANCED, ROUTES, WIRE_DTYPES, Costs, Layout, Mask, Plan, check_route, plan_attention
 from longspan.report import PlanReport, describe, plan_table
 from longspan.spec import SpecError
 
@@ -103,23 +103,29 @@ def plan_of(
     """The plan that the options ask for, and its numbers. Raises `SpecError` naming the option that does not fit."""
     lengths = None if documents is None else _lengths(documents)
     tokens = _seq_len(seq_len, lengths)
-    _check_used(route, inner, costs, ranks_per_node)
+    _check_used(route, inner, costs, ranks_per_node, layout, heads)
     try:
         mask = _mask(tokens, kind, _tokens("window", window), lengths, _tokens("prefix", prefix))
-        shards = Layout.named(layout, tokens, cp, _tokens("slots", slots), masks=[mask])
+        query_heads = None if heads is None else _heads(heads)
+        # What is asked for is what choices reckon with, whatever tensors the costs were measured on.
+        reckoned = replace(
+            Costs() if costs is None else Costs.load(costs), head_dim=head_dim, itemsize=ITEMSIZES[dtype]
+        )
+        keeps = layout == BALANCED and costs is not None
+        shards = Layout.named(
+            layout, tokens, cp, _tokens("slots", slots), masks=[mask],
+            whole_below=reckoned.whole_below(query_heads[0]) if keeps and query_heads else 0,
+        )  # fmt: skip
         made = plan_attention(
             shards,
             mask,
             route,
-            None if heads is None else _heads(heads),
+            query_heads,
             inner,
             wire_dtype=wire_dtype,
             tp=tp,
             ranks_per_node=ranks_per_node,
-            # What is asked for is what the choice reckons with, whatever tensors the costs were measured on.
-            costs=replace(
-                Costs() if costs is None else Costs.load(costs), head_dim=head_dim, itemsize=ITEMSIZES[dtype]
-            ),
+            costs=reckoned,
         )
     except SpecError as error:
         raise SpecError(error.message, error.hint and _in_options(error.hint)) from error
@@ -148,10 +154,15 @@ def parse_tokens(text: str, option: str) -> int:
     return int(digits) * size
 
 
-def _check_used(route: str, inner: int | None, costs: Path | None, ranks_per_node: int | None) -> None:
-    """Raise for an option that the route would not look at."""
-    if costs is not None and route != AUTO:
-        raise SpecError(f"--costs means nothing to --route {route}", hint=f"set --route {AUTO}, or leave --costs out")
+def _check_used(
+    route: str, inner: int | None, costs: Path | None, ranks_per_node: int | None, layout: str, heads: str | None
+) -> None:
+    """Raise for an option that neither route nor layout would look at."""
+    if costs is not None and route != AUTO and (layout != BALANCED or heads is None):
+        raise SpecError(
+            f"--costs means nothing to --route {route} and --layout {layout}{' without --heads' if layout == BALANCED else ''}",
+            hint=f"set --route {AUTO}, or --layout {BALANCED} with --heads; or leave --costs out",
+        )
     chosen = route == AUTO or (ROUTES[check_route(route)].heads == "inner" and inner is None)
     if ranks_per_node is None or chosen:
         return

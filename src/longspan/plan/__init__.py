@@ -2,7 +2,7 @@
 
 from longspan.plan.choose import Costs
 from longspan.plan.heads import HeadShare, HeadStage, Place, head_stages
-from longspan.plan.layout import LAYOUTS, Layout, spans_of
+from longspan.plan.layout import BALANCED, LAYOUTS, Layout, spans_of
 from longspan.plan.mask import Mask
 from longspan.plan.plan import Phase, Plan, check_heads, plan_attention, share_of_heads
 from longspan.plan.routes import AUTO, ROUTES, STAGED, check_route
@@ -11,6 +11,7 @@ from longspan.plan.wire import WIRE_DTYPES, check_wire_dtype
 
 __all__ = [
     "AUTO",
+    "BALANCED",
     "LAYOUTS",
     "ROUTES",
     "STAGED",

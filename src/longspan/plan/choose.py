@@ -8,7 +8,7 @@ Bytes, messages and tiles are the plan's own. What they cost is in `Costs`: typi
 
 import json
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -102,6 +102,21 @@ class Costs:
             return self.tile_speed[min(at, len(sizes) - 1)][1]
         (small, slow), (large, fast) = self.tile_speed[at - 1 : at + 1]
         return slow + (fast - slow) * (rows - small) / (large - small)
+
+    def whole_below(self, num_q: int) -> int:
+        """Documents of fewer tokens stay whole: cutting one in two costs more time than its tokens take.
+
+        A cut costs three messages (keys and values there, again in backward, gradients home) and a tile more, forward and
+        backward. `n` tokens take a layer `72 (num_q D)^2 n` FLOPs in its other matrices (12 width^2 parameters, as in Llama)
+        and `3.5 * 4 num_q D n^2 / 2` in attention, forward and backward; for `num_q` query heads of `head_dim` D.
+        """
+        width, cut = num_q * self.head_dim, 3 * self.message_latency + 2 * self.tile_overhead
+        fastest = self.tile_speed[-1][1]
+
+        def seconds(n: int) -> float:
+            return 72.0 * width**2 * n / fastest + (1 + _BACKWARD) * 2.0 * width * n**2 / self.speed(n)
+
+        return bisect_right(range(1 << 20), cut, key=seconds)
 
 
 def choose_route(

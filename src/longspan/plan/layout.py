@@ -18,7 +18,8 @@ from longspan.plan.mask import Mask
 from longspan.spec import SpecError
 
 Array = np.ndarray
-LAYOUTS = ("contiguous", "zigzag", "striped", "balanced")
+BALANCED = "balanced"
+LAYOUTS = ("contiguous", "zigzag", "striped", BALANCED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +103,7 @@ class Layout:
                 hint=f"set slots to at least {-(-seq_len // ranks)}",
             )
         spans = balanced_spans(Density(list(zip(masks, weights, strict=True))), ranks, slots, whole_below)
-        return cls("balanced", seq_len, ranks, 1, spans, slots)
+        return cls(BALANCED, seq_len, ranks, 1, spans, slots)
 
     @classmethod
     def named(
@@ -117,7 +118,7 @@ class Layout:
         whole_below: int = 0,
     ) -> Self:
         """The layout of that name; for configuration files. Only "balanced" looks at masks, weights and `whole_below`."""
-        if name == "balanced":
+        if name == BALANCED:
             return cls.balanced(masks, ranks, slots, weights=weights, whole_below=whole_below)
         makers = {"contiguous": cls.contiguous, "zigzag": cls.zigzag, "striped": cls.striped}
         if name not in makers:

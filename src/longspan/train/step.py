@@ -7,6 +7,7 @@ tokens of the global batch, whatever the wrapper averages by.
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -23,7 +24,7 @@ from longspan.attention.context import Sequence as Sharded
 from longspan.attention.staged import Projections, Transform
 from longspan.data import Batch
 from longspan.model import Attend, Decoder, ModelConfig, SelfAttention, WholeLayer, count_targets, mean_loss_scale
-from longspan.plan import STAGED, Costs, Layout, Mask, head_stages, plan_attention
+from longspan.plan import BALANCED, STAGED, Costs, Layout, Mask, head_stages, plan_attention
 from longspan.plan.mask import Band
 from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES
@@ -61,6 +62,8 @@ class TrainStep:
             wire_dtype=parallel.wire_dtype,
             slots_multiple_of=parallel.slots_multiple_of,
             costs=costs_of(config, model.config),
+            layers=Counter(model.config.mask_names) if parallel.layout == BALANCED else None,
+            whole_below=whole_below(config, model.config),
         )
         self.dp_group = mesh["dp"].get_group()
         world = dist.group.WORLD
@@ -180,6 +183,13 @@ def costs_of(config: TrainConfig, model: ModelConfig) -> Costs:
     """What route "auto" reckons with: measured costs or typical ones, for this model's heads and type."""
     costs = Costs() if config.parallel.costs is None else Costs.load(config.parallel.costs)
     return replace(costs, head_dim=model.head_dim, itemsize=DTYPES[config.dtype].itemsize)
+
+
+def whole_below(config: TrainConfig, model: ModelConfig) -> int:
+    """Documents of fewer tokens are not split by layout "balanced": where a cut's costs have been measured."""
+    if config.parallel.layout != BALANCED or config.parallel.costs is None:
+        return 0
+    return costs_of(config, model).whole_below(model.num_heads)
 
 
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
