@@ -66,14 +66,15 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """All of one input. `ideal_seconds` is SDPA's causal time by the share of its pairs that this mask sees."""
+    """All of one input. `rival` is the fastest exact peer, `ideal_seconds` SDPA's causal time by the share of its pairs that
+    this mask sees."""
 
     case: Case
     sdpa_seconds: Spread
     sdpa_peak: int
-    ideal_seconds: float
     results: list[Result]
     rival: str = ""
+    ideal_seconds: float | None = None
     against_rival: dict[str, Spread] = field(default_factory=dict)
 
 
@@ -87,29 +88,45 @@ def measure(cases: list[Case], limits: Limits, only: str, folder: Path) -> list[
 
 
 def _measure(case: Case, limits: Limits, only: str, trio: Trio) -> Report:
+    ideal = trio.gather(_ideal_seconds(case, make_inputs(case)) if trio.is_baseline else None)[-1]
+    report, runs = compare(case, contenders(case, only), limits, trio)
+    duels = {}
+    for result in report.results:
+        if report.rival and result.is_ours and result.ratio:
+            duels[result.name] = duel(result.name, report.rival, runs, limits, trio)
+    return replace(report, ideal_seconds=ideal, against_rival=duels)
+
+
+def sdpa_run(case: Case, inputs: list[Tensor]) -> Run:
+    """What contenders are compared with: the whole row in one process."""
+    return forward_backward(inputs, kernels.plain_attention(case))
+
+
+def compare(
+    case: Case, roster: list[Peer], limits: Limits, trio: Trio, baseline: Callable[[Case, list[Tensor]], Run] = sdpa_run
+) -> tuple[Report, dict[str, Run | None]]:
+    """Check each of `roster` against SDPA and pair it with `baseline`; and how to run each, for duels."""
     inputs = make_inputs(case)
-    sdpa = _forward_backward(inputs, kernels.plain_attention(case)) if trio.is_baseline else None
     right = _right(case, inputs, trio)
-    allowed = TOLERANCE + 2 * trio.gather(_own_error(sdpa(), right) if sdpa else None)[-1]
-    ideal = trio.gather(_ideal_seconds(case, inputs) if trio.is_baseline else None)[-1]
+    own = _own_error(sdpa_run(case, inputs)(), right) if trio.is_baseline else None
+    allowed = TOLERANCE + 2 * trio.gather(own)[-1]
+    sdpa = baseline(case, inputs) if trio.is_baseline else None
     sdpa_peak = trio.gather(_peak(sdpa) if sdpa else None)[-1]
 
     results: dict[str, Result] = {}
     runs: dict[str, Run | None] = {}
-    for peer in contenders(case):
-        if peer.package == OURS or any(part.strip().lower() in peer.name.lower() for part in only.split(",")):
-            results[peer.name], runs[peer.name] = _check(peer, case, inputs, right, allowed, trio)
+    for peer in roster:
+        results[peer.name], runs[peer.name] = _check(peer, case, inputs, right, allowed, trio)
     del right
     sdpa_seconds = _pair_all(case, results, runs, sdpa, limits, trio)
-    peers = [r for r in results.values() if r.ratio and r.ratio.repeats and not r.is_ours]
-    rival = min(peers, key=lambda r: r.ratio.median).name if peers else ""
-    duels = {}
-    for result in results.values():
-        if rival and result.is_ours and result.ratio:
-            duels[result.name] = _duel(result.name, rival, runs, limits, trio)
-    return Report(
-        case, Spread.of(sdpa_seconds), sdpa_peak, ideal, list(results.values()), rival=rival, against_rival=duels
-    )
+    rival = fastest([result for result in results.values() if not result.is_ours])
+    return Report(case, Spread.of(sdpa_seconds), sdpa_peak, list(results.values()), rival), runs
+
+
+def fastest(results: list[Result]) -> str:
+    """The name of the one that takes least of SDPA's time; empty if none was timed."""
+    timed = [(result.ratio.median, result.name) for result in results if result.ratio and result.ratio.repeats]
+    return min(timed)[1] if timed else ""
 
 
 def _check(
@@ -148,7 +165,7 @@ def _right(case: Case, inputs: list[Tensor], trio: Trio) -> tuple[Tensor, ...]:
     """SDPA's output and gradients in fp32, from the process that runs it."""
     inputs = [x.float() for x in inputs]
     if trio.is_baseline:
-        right = _forward_backward(inputs, kernels.plain_attention(case))()
+        right = forward_backward(inputs, kernels.plain_attention(case))()
     else:
         right = tuple(torch.empty_like(inputs[index]) for index in (0, 0, 1, 2))
     return tuple(trio.from_baseline(x.contiguous()) for x in right)
@@ -164,12 +181,12 @@ def _rank_run(peer: Peer, case: Case, layout: Layout, inputs: list[Tensor], rank
     attend = peer.build(case, dist.group.WORLD)
     axes = (*[peer.axes[0]] * 3, peer.axes[1])
     local = [_to_axes(shard(x, layout, rank, 2), name) for x, name in zip(inputs, axes, strict=True)]
-    run = _forward_backward(local, attend)
+    run = forward_backward(local, attend)
     swapped = (peer.axes[1], *[peer.axes[0]] * 3)
     return lambda: tuple(_from_axes(x, name) for x, name in zip(run(), swapped, strict=True))
 
 
-def _forward_backward(inputs: list[Tensor], attend: kernels.Local) -> Run:
+def forward_backward(inputs: list[Tensor], attend: kernels.Local) -> Run:
     *qkv, dout = inputs
 
     def run() -> tuple[Tensor, ...]:
@@ -217,7 +234,7 @@ def _sent(run: Run) -> int:
 
 def _ideal_seconds(case: Case, inputs: list[Tensor]) -> float:
     causal = replace(case, kind="causal", window=None, lengths=(case.seq_len,))
-    run = _forward_backward(inputs, kernels.local_attention(causal))
+    run = forward_backward(inputs, kernels.local_attention(causal))
     seconds = []
     for _ in range(4):
         start = time.perf_counter()
@@ -256,8 +273,8 @@ def _enough(pairs: list[tuple[float, float]], limits: Limits) -> int:
     return min(limits.few, limits.repeats) if slow else limits.repeats
 
 
-def _duel(name: str, rival: str, runs: dict[str, Run | None], limits: Limits, trio: Trio) -> Spread:
-    """Our time over the rival's in pairs of their own: two ratios over SDPA would add SDPA's spread twice."""
+def duel(name: str, rival: str, runs: dict[str, Run | None], limits: Limits, trio: Trio) -> Spread:
+    """The time of `name` over the rival's in pairs of their own: two ratios over SDPA would add SDPA's spread twice."""
     _say(trio, f"{name} against {rival}")
     ratios: list[float] = []
     for turn in range(limits.most):

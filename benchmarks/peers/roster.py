@@ -33,14 +33,19 @@ class Peer:
     stand_in: str = ""
 
 
-def contenders(case: Case) -> list[Peer]:
-    """longspan's routes of one level, as many as there are, and the peers."""
+def contenders(case: Case, only: str = "") -> list[Peer]:
+    """longspan's routes of one level, as many as there are, and the peers that `only` names."""
     routes = [route for route in ROUTES if route not in ("auto", "upipe", "usp") and "-" not in route]
     ours = [(f"{OURS} {route}", route, _our_layout(route, case)) for route in routes]
     return [
         Peer(name, OURS, f"longspan.attention, route {route!r}", adapters.longspan_route(route, layout), layout=layout)
         for name, route, layout in ours
-    ] + PEERS
+    ] + named(only)
+
+
+def named(words: str) -> list[Peer]:
+    """The peers whose name holds one of `words`, which commas separate."""
+    return [peer for peer in PEERS if any(word.strip().lower() in peer.name.lower() for word in words.split(","))]
 
 
 def _our_layout(route: str, case: Case) -> str:

@@ -29,7 +29,7 @@ def as_table(reports: list[Report]) -> None:
             table.add_row(*cells, style="bold" if result and result.is_ours else None)
         console.print(table)
         for result in _untimed(report):
-            console.print(f"  {_label(result)}: {_verdict(result)}", highlight=False)
+            console.print(f"  {_label(result)}: {verdict(result)}", highlight=False)
         console.print()
 
 
@@ -43,7 +43,7 @@ def as_markdown(reports: list[Report]) -> str:
             lines.append(_markdown_row([f"**{c}**" if result and result.is_ours and c else c for c in cells]))
         untimed = _untimed(report)
         if untimed:
-            lines += ["", "Not timed:", *(f"- {_label(result)}: {_verdict(result)}" for result in untimed)]
+            lines += ["", "Not timed:", *(f"- {_label(result)}: {verdict(result)}" for result in untimed)]
         lines.append("")
     lines += ["### What was called", "", _markdown_row(("", "function", "on CPU")), _markdown_row(["---"] * 3)]
     called = {result.name: result for report in reports for result in report.results if not result.is_ours}
@@ -136,7 +136,7 @@ def _untimed(report: Report) -> list[Result]:
     return [result for result in report.results if not result.ratio or not result.ratio.repeats]
 
 
-def _verdict(result: Result) -> str:
+def verdict(result: Result) -> str:
     match result.status:
         case "wrong":
             return f"WRONG: {result.note}"

@@ -157,7 +157,8 @@ def test_rows_of_every_member_have_their_place_among_all_rows(drawn):
                 together[rows] = tokens[place.start : place.stop]
         assert np.array_equal(together, merged.positions(group))
         assert share.tokens == tuple(int(layout.counts[m]) for m in members)
-        assert share.rows == merged.num_slots(group)
+        assert share.rows == merged.counts[group]
+        assert plan.rank_plan(members[0]).rows == merged.num_slots(group)
 
 
 def test_bytes_there_and_back_by_hand():

@@ -34,7 +34,8 @@ def test_carried_out_by_brute_force(plan):
         # The group's rows on this rank's share of the heads.
         heads = num_q // len(members)
         assert plan.area(rank) == dense[mine].sum() * heads / num_q
-        assert share.rows == (mine.sum() if share.heads else layout.num_slots(rank))
+        assert share.live_rows == (mine.sum() if share.heads else layout.counts[rank])
+        assert share.rows == (share.live_rows if layout.slots is None else layout.slots * len(members))
         if share.heads:
             assert (share.heads.members, share.heads.num_query) == (members, heads)
             assert share.heads.members[share.heads.member] == rank

@@ -32,14 +32,25 @@ def attention(
     is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,
     `DisagreementError` if ranks differ, `CommError` if a peer is lost. Else as `scaled_dot_product_attention`.
     """
-    if scale is None:
-        scale = q.shape[-1] ** -0.5
-    if plan.route == STAGED:
+    return attend(q, k, v, plan.route, share_of(plan, group, kernel), scale, sink)
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    route: str,
+    ref: ShareRef,
+    scale: float | None,
+    sink: torch.Tensor | None,
+) -> torch.Tensor:
+    """`attention` by a rank's share of a plan. Compiled code goes through it, and is the same for all plans."""
+    if route == STAGED:
         raise SpecError(
             f"route {STAGED!r} was given q, k and v of all heads, which it is there to avoid",
             hint='give the layer\'s input to longspan.projected_attention (or UpipeAttention), or use route="ulysses"',
         )
-    ref = share_of(plan, group, kernel)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, *_ = attention_forward(q, k, v, sink, ref, scale, ref.exchanged)
     return out
 

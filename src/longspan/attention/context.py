@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.attention.attention import attention
+from longspan.attention.attention import attend, share_of
 from longspan.attention.kernel import check_kernel_name
 from longspan.attention.staged import Projections, projected_attention
 from longspan.comm.agree import check_agreement
@@ -151,6 +151,8 @@ class Sequence:
             )
         self.cp = cp
         self.layout, self.plans = cp.plans(masks)
+        # Apart from the plans, which differ from batch to batch: code that is compiled once sees these alone.
+        self._shares = {name: share_of(plan, cp.group, cp.kernel) for name, plan in self.plans.items()}
 
     @property
     def digest(self) -> bytes:
@@ -168,9 +170,7 @@ class Sequence:
         sink: Tensor | None = None,
     ) -> Tensor:
         """`longspan.attention` by the plan of the mask of that name, which may be left out if there is only one."""
-        return attention(
-            q, k, v, plan=self._plan(mask), group=self.cp.group, scale=scale, kernel=self.cp.kernel, sink=sink
-        )
+        return attend(q, k, v, self.cp.route, self._shares[self._named(mask)], scale, sink)
 
     def projected_attention(
         self,
@@ -183,16 +183,18 @@ class Sequence:
     ) -> Tensor:
         """`longspan.projected_attention`, for the route "upipe", by the plan of the mask of that name."""
         return projected_attention(
-            x, projections, plan=self._plan(mask), group=self.cp.group, heads_per_stage=heads_per_stage,
+            x, projections, plan=self.plans[self._named(mask)], group=self.cp.group, heads_per_stage=heads_per_stage,
             scale=scale, kernel=self.cp.kernel,
         )  # fmt: skip
 
-    def _plan(self, mask: str | None) -> Plan:
-        if mask is None and len(self.plans) == 1:
-            mask = next(iter(self.plans))
-        if mask not in self.plans:
-            raise SpecError(f"mask {mask!r} is not one of this sequence", hint=f"choose one of {', '.join(self.plans)}")
-        return self.plans[mask]
+    def _named(self, mask: str | None) -> str:
+        if mask is None and len(self._shares) == 1:
+            mask = next(iter(self._shares))
+        if mask is None or mask not in self._shares:
+            raise SpecError(
+                f"mask {mask!r} is not one of this sequence", hint=f"choose one of {', '.join(self._shares)}"
+            )
+        return mask
 
     @overload
     def shard(self, x: Tensor, dim: int) -> Tensor: ...

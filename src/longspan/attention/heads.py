@@ -1,6 +1,6 @@
 """The exchange of heads among the members of a group: all heads of some rows become all rows of some heads, and back.
 
-    B batch, H query heads (K KV heads), T slots of this rank, R rows of all members, D head dim
+    B batch, H query heads (K KV heads), T slots of this rank, R slots of all members, D head dim
 
     (B, H, T, D)  -- there -->  (B, H of this member, R, D), rows in the order of the sequence  -- back -->  (B, H, T, D)
 
@@ -27,10 +27,11 @@ Parts = list[list[list[Tensor]]]
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """One member's side of it, in a call."""
+    """One member's side of it, in a call; `slots` and `rows` are T and R."""
 
     share: HeadShare
     slots: int
+    rows: int
     group: Group
     meter: Call
 
@@ -40,7 +41,7 @@ class HeadExchange:
         if work.heads is None:
             return None
         meter.head_shares = len(work.heads.members)
-        return cls(work.heads, work.slots, group, meter)
+        return cls(work.heads, work.slots, work.rows, group, meter)
 
     def gather(
         self, q: Tensor, k: Tensor, v: Tensor, wire_dtype: str | None, again: bool = False
@@ -62,7 +63,7 @@ class HeadExchange:
         arrived = self._travel(tensors, leaving, shapes)
         results = []
         for n, (x, (B, heads, D)) in enumerate(zip(tensors, sizes, strict=True)):
-            result = x.new_empty(B, heads, share.rows, D)
+            result = x.new_empty(B, heads, self.rows, D)
             for member in self._all:
                 (part,) = arrived[member][n]
                 for place in share.places[member]:

@@ -10,7 +10,7 @@ that touches that private registry.
 from typing import Any
 
 import torch
-from torch._library.opaque_object import register_opaque_type
+from torch._library.opaque_object import MemberType, register_opaque_type
 from torch._opaque_base import OpaqueBase
 
 from longspan.attention.checks import check_call
@@ -27,12 +27,14 @@ class ShareRef(OpaqueBase):
         self.share = share
         self.agreed: set[str] = set()
         heads = share.work.heads
-        self.exchanged = [] if heads is None else [heads.num_query, heads.num_kv, heads.rows, heads.kv[-1][1]]
-        """Query heads, KV heads and rows that this rank computes, and all KV heads, if heads are exchanged: what compiled
+        self.exchanged = [] if heads is None else [heads.num_query, heads.num_kv, share.work.rows, heads.kv[-1][1]]
+        """Query heads, KV heads and slots that this rank computes, and all KV heads, if heads are exchanged: what compiled
         code must know to tell the shapes of results, and cannot read from an opaque object."""
 
 
-register_opaque_type(ShareRef, typ="reference")
+register_opaque_type(
+    ShareRef, typ="reference", members={"exchanged": MemberType.USE_REAL}, guard_fn=lambda ref: ref.exchanged
+)
 
 
 @torch.library.custom_op("longspan::attention_forward", mutates_args=())

@@ -233,7 +233,7 @@ class _Layer:
 
     def _gather(self, stage: HeadStage, kv: _KV | None, meter: Call) -> tuple[HeadExchange, _Heads, Tensor, _KV]:
         """All rows of this rank's query heads of a stage; and of the KV heads, those of the stage before if it can be."""
-        exchange = HeadExchange(stage.share, self.share.work.slots, self.share.group, meter)
+        exchange = HeadExchange(stage.share, self.share.work.slots, self.share.work.rows, self.share.group, meter)
         local_q, made_q = self._project("q", stage.query)
         if kv is not None:
             (q,) = exchange.there([made_q])

@@ -158,22 +158,24 @@ class Layout:
         return hash(self.fingerprint())
 
     def merged(self, degree: int, adjacent: bool) -> "Layout":
-        """What `ranks / degree` groups of `degree` ranks hold: spans in the order of the sequence, touching ones joined.
+        """What `ranks / degree` groups of `degree` ranks hold: spans in the order of the sequence, touching ones joined, and the
+        slots of all members.
 
         Groups are neighbours (0, 1 | 2, 3) if `adjacent`, else strided (0, 2 | 1, 3). Neighbouring stripes stay apart, one
         after the other: their tokens in order would not be one span.
         """
         ranks = self.ranks // degree
+        slots = None if self.slots is None else self.slots * degree
         owner, start, stop = self.spans.T
         group = owner // degree if adjacent else owner % ranks
         if self.step > 1 and (not adjacent or ranks == 1):
-            return Layout.striped(self.seq_len, ranks)
+            return Layout.striped(self.seq_len, ranks, slots)
         if self.step == 1:
             order = np.lexsort((start, group))
             group, start, stop = group[order], start[order], stop[order]
             begins = np.concatenate(([True], (group[1:] != group[:-1]) | (start[1:] != stop[:-1])))
             group, start, stop = group[begins], start[begins], stop[np.append(np.flatnonzero(begins)[1:] - 1, -1)]
-        return Layout(self.name, self.seq_len, ranks, self.step, np.stack((group, start, stop), axis=1))
+        return Layout(self.name, self.seq_len, ranks, self.step, np.stack((group, start, stop), axis=1), slots)
 
     def find(self, token: int) -> tuple[int, int]:
         """The span of `token`: its first local slot, and its start."""

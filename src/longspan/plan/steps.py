@@ -118,7 +118,7 @@ class RankPlan:
     """All stages of one rank, its own shard first.
 
     `slots` is the rank's local length, `tokens` those that are not dead. With `heads`, tensors are first exchanged among the
-    members of a head group, who then hold `rows` rows of a share of the heads; else `rows` is `slots`. `source` and `peer`
+    members of a head group, who then hold `rows` slots of a share of the heads; else `rows` is `slots`. `source` and `peer`
     number the ranks among which rows travel; `ranks` says which ranks of the group these are.
     """
 
@@ -135,7 +135,7 @@ class RankPlan:
     @property
     def live_rows(self) -> int:
         """Rows that are not dead, where attention runs."""
-        return self.tokens if self.heads is None else self.rows
+        return self.tokens if self.heads is None else self.heads.rows
 
     @property
     def steps(self) -> Iterator[Step]:
@@ -151,7 +151,7 @@ class RankPlan:
     def rows_received(self) -> int:
         """KV rows that arrive in one forward, rows in transit and in the exchange of heads included."""
         travelled = sum(step.recv.rows for step in self.steps if step.recv)
-        return travelled + (self.rows - self.tokens if self.heads else 0)
+        return travelled + self.live_rows - self.tokens
 
     @property
     def rows_sent(self) -> int:
