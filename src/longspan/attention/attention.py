@@ -3,6 +3,7 @@
 import torch
 
 from longspan.attention.executor import Share
+from longspan.attention.modes import autocast_like_sdpa, refuse_transforms
 from longspan.attention.operators import ShareRef, attention_forward
 from longspan.comm.groups import Group, as_group, rank_and_size
 from longspan.plan import STAGED, Plan
@@ -30,7 +31,8 @@ def attention(
 
     Collective: every rank of the group calls it alike, forward and backward, and the ranks compare what they were given. There
     is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,
-    `DisagreementError` if ranks differ, `CommError` if a peer is lost. Else as `scaled_dot_product_attention`.
+    `DisagreementError` if ranks differ, `CommError` if a peer is lost. Else as `scaled_dot_product_attention`, autocast included;
+    differentiable once, in reverse mode.
     """
     return attend(q, k, v, plan.route, share_of(plan, group, kernel), scale, sink)
 
@@ -50,6 +52,8 @@ def attend(
             f"route {STAGED!r} was given q, k and v of all heads, which it is there to avoid",
             hint='give the layer\'s input to longspan.projected_attention (or UpipeAttention), or use route="ulysses"',
         )
+    refuse_transforms(q, k, v, sink)
+    q, k, v = autocast_like_sdpa(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     out, *_ = attention_forward(q, k, v, sink, ref, scale, ref.exchanged)
     return out

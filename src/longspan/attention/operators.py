@@ -16,6 +16,8 @@ from torch._opaque_base import OpaqueBase
 from longspan.attention.checks import check_call
 from longspan.attention.executor import Share, run_backward, run_forward
 from longspan.attention.merge import accumulation_dtype
+from longspan.attention.modes import without_autocast
+from longspan.spec import SpecError
 
 Tensor = torch.Tensor
 
@@ -44,7 +46,8 @@ def attention_forward(
     """Out `(B, H, T, Dv)` of local shards; lse, and q, k, v, out in place of the local ones if heads are exchanged, of the rows
     computed here. Sends and receives."""
     check_call(ref.share, q, k, v, sink, scale, ref.agreed)
-    return run_forward(ref.share, q, k, v, sink, scale)
+    with without_autocast(q.device):
+        return run_forward(ref.share, q, k, v, sink, scale)
 
 
 @torch.library.custom_op("longspan::attention_backward", mutates_args=())
@@ -61,7 +64,8 @@ def attention_backward(
     exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the sink (empty without one). Sends and receives, whichever of them are wanted."""
-    return run_backward(ref.share, dout, q, k, v, out, lse, sink, scale)
+    with without_autocast(q.device):
+        return run_backward(ref.share, dout, q, k, v, out, lse, sink, scale)
 
 
 @attention_forward.register_fake
@@ -120,4 +124,12 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
     return (*wanted, None, None, none)
 
 
+def _refuse(ctx: Any, *_: Any) -> tuple[Any, ...]:
+    raise SpecError(
+        "the gradient of a gradient was asked for: attention over ranks is differentiable once",
+        hint="leave create_graph out, or take second derivatives on one rank with scaled_dot_product_attention",
+    )
+
+
 attention_forward.register_autograd(_differentiate, setup_context=_keep)
+attention_backward.register_autograd(_refuse)

@@ -25,6 +25,7 @@ from longspan.attention.executor import Share, attend_rows, differentiate_rows
 from longspan.attention.heads import GroupedKernel, HeadExchange
 from longspan.attention.kernel import Kernel, choose_kernel
 from longspan.attention.merge import accumulation_dtype
+from longspan.attention.modes import autocast_like_sdpa, refuse_transforms
 from longspan.attention.operators import ShareRef
 from longspan.comm.groups import Group
 from longspan.comm.traffic import Call, Phase, call
@@ -76,6 +77,12 @@ def projected_attention(
     """
     if plan.route != STAGED:
         raise SpecError(f"a plan of route {plan.route!r} was given", hint=f'make it with route="{STAGED}"')
+    refuse_transforms(x)
+    if autocast_like_sdpa(x)[0] is not x:
+        raise SpecError(
+            f"route {STAGED!r} under autocast: it runs its projections itself, in the types of x and the weights",
+            hint="turn autocast off for this layer and give x and the weights in the type to compute in",
+        )
     ref = share_of(plan, group, kernel)
     scale = projections.head_dim**-0.5 if scale is None else scale
     weights = [getattr(projections, name) for name in _WEIGHTS]
