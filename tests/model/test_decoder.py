@@ -139,6 +139,7 @@ def test_recompute_gives_the_same_gradients_and_repeats_no_saved_operator(inputs
         ("block", ("longspan_test::attend",), 2),
         ("block", (), 4),
         ("block", ("longspan_test::atten",), 4),
+        ("full", ("longspan_test::attend",), 4),
     ):
         CALLS["forward"] = 0
         loss, grads = gradients(make_model(recompute=recompute, saved_ops=saved_ops), inputs, attend)

@@ -35,7 +35,7 @@ class WholeLayer:
 Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor] | WholeLayer
 """`attend(q, k, v, mask)`: q (B, H, T, D), k and v (B, K, T, D), the name of the layer's mask; gives (B, H, T, D)."""
 
-Recompute = Literal["none", "block"]
+Recompute = Literal["none", "block", "full"]
 SAVED_OPS = ("longspan::attention_forward",)
 
 
@@ -46,8 +46,8 @@ class Decoder(nn.Module):
     embedding compute in fp32 (fp64 for fp64); q, k and v reach `attend` in the model's own dtype.
 
     recompute: "none" keeps activations; "block" keeps each block's input and the results of `saved_ops`, and computes
-    the rest again in backward. saved_ops: qualified names of operators never run twice; the default is the attention
-    executor's forward, so that recomputation repeats no hop.
+    the rest again in backward; "full" keeps the input alone. saved_ops: qualified names of operators never run twice; the
+    default is the attention executor's forward, so that recomputation repeats no hop.
 
     `Decoder` can be made on the meta device; after `to_empty`, `init_weights` draws what the constructor would have.
     """
@@ -60,6 +60,7 @@ class Decoder(nn.Module):
             raise SpecError(f"recompute {recompute!r} is unknown", hint=f"use one of {list(get_args(Recompute))}")
         self.config = config
         self.embed_tokens = _Embedding(config.vocab_size, config.width)
+        saved_ops = saved_ops if recompute == "block" else ()
         self.layers = nn.ModuleList(Block(config, recompute, saved_ops) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.lm_head = None if config.tie_embeddings else _Linear(config.width, config.vocab_size)
