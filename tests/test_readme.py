@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from longspan.cli.main import main
 from longspan.train.config import TrainConfig
+from tests.train.tiny import make_config, to_toml, write_corpus
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -21,7 +22,7 @@ def _commands():
     for page in PAGES:
         for line in page.read_text().splitlines():
             command = line.split("   #")[0].strip()
-            if line.startswith("    longspan ") and command.split()[1] in ("plan", "show"):
+            if line.startswith("    longspan ") and command.split()[1] in ("plan", "show", "pack"):
                 yield pytest.param(command, id=f"{page.name}: {command}")
 
 
@@ -29,6 +30,11 @@ def _commands():
 def test_planning_commands_run(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "docs" / "concepts").mkdir(parents=True)
+    if "run.toml" in command or "--manifest" in command:
+        write_corpus(tmp_path)
+        (tmp_path / "run.toml").write_text(to_toml(make_config(tmp_path)))
+    if "--manifest" in command:
+        CliRunner().invoke(main, ["pack", "run.toml", "--output", "rows.parquet"], catch_exceptions=False)
     result = CliRunner().invoke(main, shlex.split(command)[1:], catch_exceptions=False)
     assert result.exit_code == 0, result.output
 

@@ -9,7 +9,7 @@ import longspan
 
 NAMES = [
     "ContextParallel", "Layout", "LongspanError", "Mask", "Plan", "Projections", "UpipeAttention", "attention",
-    "plan_attention", "projected_attention", "record", "shard", "unshard",
+    "context_parallel", "plan_attention", "projected_attention", "record", "shard", "unshard",
 ]  # fmt: skip
 
 

@@ -2,13 +2,15 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from longspan.cli.main import main
+from tests.train.tiny import make_config, to_toml, write_corpus
 
-COMMANDS = ["train", "verify", "bench", "plan", "show", "doctor"]
+COMMANDS = ["train", "pack", "verify", "bench", "plan", "show", "doctor"]
 
 
 def fresh(*words: str) -> subprocess.CompletedProcess[str]:
@@ -43,6 +45,15 @@ def test_starts_without_torch(words: list[str]) -> None:
     assert done.stdout
 
 
+def test_packs_without_torch(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    (tmp_path / "run.toml").write_text(to_toml(make_config(tmp_path, parallel__cp=2)))
+    done = fresh("pack", str(tmp_path / "run.toml"), "--output", str(tmp_path / "rows.parquet"))
+    assert (done.returncode, done.stderr) == (0, "imported ['pyarrow']\n")
+    done = fresh("show", "--manifest", str(tmp_path / "rows.parquet"))
+    assert (done.returncode, done.stderr) == (0, "imported ['pyarrow']\n")
+
+
 def test_as_a_module() -> None:
     words = [sys.executable, "-m", "longspan.cli.main", "plan", "--seq-len", "8k", "--cp", "2", "--json"]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -57,7 +68,7 @@ def test_every_command_takes_help(command: str) -> None:
     assert result.stdout.startswith(f"Usage: main {command} [OPTIONS]")
     if command == "bench":
         result = CliRunner().invoke(main, [command, "calibrate", "--help"])
-    if command in ("train", "verify"):
+    if command in ("train", "pack", "verify"):
         assert "--set a.b=value" in result.stdout
     if command != "show":
         assert "--json" in result.stdout

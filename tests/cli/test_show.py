@@ -11,7 +11,12 @@ from pydantic import BaseModel, Field
 
 from longspan.cli.errors import friendly
 from longspan.cli.show import show
+from longspan.report.words import short_count
 from longspan.spec import CommError
+from longspan.train.config import PackConfig
+from longspan.train.pack import pack as write_packs
+from longspan.train.pack import report_of
+from tests.train.tiny import make_config, write_corpus
 
 
 def test_draws_on_stdout() -> None:
@@ -59,6 +64,62 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert result.stderr == (
         "error: drawing a figure needs matplotlib, which is not installed\n\nhint: pip install 'longspan[plot]'\n"
     )
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Path:
+    write_corpus(tmp_path)
+    config = PackConfig.model_validate(
+        make_config(tmp_path, data__row_tokens=200, data__packing="fit", parallel__cp=4).model_dump(exclude_unset=True)
+    )
+    write_packs(config, tmp_path / "rows.parquet")
+    return tmp_path / "rows.parquet"
+
+
+def test_draws_a_manifest_on_stdout(manifest: Path) -> None:
+    result = CliRunner().invoke(show, ["--manifest", str(manifest)])
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].endswith("rows, up to 200 tokens each, packing fit")
+    assert lines[1].startswith("zigzag layout, ring route, 4 ranks; in 2 layers, 2 query and 1 KV heads of 8")
+    report = report_of(manifest)
+    (row,) = [line.split() for line in lines if line.split()[:1] == ["64"]]
+    longer = (report.lengths > 32) & (report.lengths <= 64)
+    assert row[2] == f"{longer.mean():.1%}"
+    assert row[4] == f"{report.lengths[longer].sum() / report.lengths.sum():.1%}"
+    ranks = [line.split() for line in lines[-4:]]
+    assert [row[0] for row in ranks] == ["0", "1", "2", "3"]
+    assert [row[2] for row in ranks] == [short_count(pairs) for pairs in report.rank_pairs.sum(axis=0).tolist()]
+
+
+@pytest.mark.parametrize("name", ["rows.svg", "rows.png"])
+def test_writes_a_figure_of_a_manifest(manifest: Path, tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    result = CliRunner().invoke(show, ["--manifest", str(manifest), "--output", str(path)])
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", f"wrote {path}\n")
+    if name.endswith(".svg"):
+        text = "".join(ElementTree.parse(path).getroot().itertext())
+        report = report_of(manifest)
+        assert "rows.parquet: zigzag layout, ring route, 4 ranks" in text
+        assert f"fill of rows: mean {report.fill.mean():.4f}, worst {report.fill.min():.4f}" in text
+        assert f"mean {report.imbalance.mean():.3f}, worst {report.imbalance.max():.3f}" in text
+    else:
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_manifest_takes_no_options_of_a_plan(manifest: Path) -> None:
+    result = CliRunner().invoke(show, ["--manifest", str(manifest), "--cp", "4", "--layout", "zigzag"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == (
+        "error: --cp, --layout with --manifest, which says what its counts are of\n\nhint: leave one of them out\n"
+    )
+
+
+def test_a_plan_needs_a_degree() -> None:
+    result = CliRunner().invoke(show, ["--seq-len", "8k"])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == "error: the context-parallel degree is not given\n\nhint: set --cp 8\n"
 
 
 class Settings(BaseModel):

@@ -13,6 +13,7 @@ def test_all_is_what_is_public():
         "FittedRows",
         "HuggingFaceTokenizer",
         "Loader",
+        "Manifest",
         "Piece",
         "Rows",
         "TokenStore",
@@ -25,10 +26,12 @@ def test_all_is_what_is_public():
         "pack",
         "positions",
         "read_documents",
+        "read_manifest",
         "shift_labels",
         "to_padded",
         "tokenize",
         "unigram_entropy",
+        "write_manifest",
     ]
 
 

@@ -247,5 +247,5 @@ def test_positions_are_required_for_each_id(inputs, positions):
 
 
 def test_unknown_recompute_lists_the_choices():
-    with pytest.raises(SpecError, match=r"recompute 'full' is unknown[\s\S]*\['none', 'block'\]"):
-        Decoder(make_config(), recompute="full")
+    with pytest.raises(SpecError, match=r"recompute 'all' is unknown[\s\S]*\['none', 'block', 'full'\]"):
+        Decoder(make_config(), recompute="all")

@@ -154,8 +154,8 @@ def test_values_that_are_refused(file: Path, override: str, place: tuple[str, ..
         ),
         (
             ["parallel.costs=costs.json"],
-            "parallel.costs=costs.json means nothing to route 'ring', which is chosen",
-            'leave it out, or set parallel.route="auto"',
+            "parallel.costs=costs.json means nothing to route 'ring', which is chosen, and layout 'zigzag'",
+            'leave it out, or set parallel.route="auto" or parallel.layout="balanced"',
         ),
         (
             ["parallel.route=upipe", "recompute=block"],

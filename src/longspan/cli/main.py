@@ -9,10 +9,11 @@ import click
 
 _COMMANDS = {
     "train": "Train a decoder on long rows, each shared by the ranks of a CP group.",
+    "pack": "Write the rows a run reads as a manifest, with counts of each rank.",
     "verify": "Prove that training at CP=N equals plain attention at CP=1.",
     "bench": "Measure what work and traffic cost here.",
     "plan": "Count what a plan costs each rank.",
-    "show": "Draw a plan.",
+    "show": "Draw a plan, or a manifest of packed rows.",
     "doctor": "Say what of longspan can run here.",
 }
 

@@ -25,7 +25,7 @@ _POSITIVE = click.IntRange(min=1)
 
 _OPTIONS = (
     click.option("--seq-len", metavar="TOKENS", help="Tokens of the global row: 8192, 8k, 128k, 1M (k = 1,024)."),
-    click.option("--cp", type=int, required=True, metavar="RANKS", help="Context-parallel degree."),
+    click.option("--cp", type=int, metavar="RANKS", help="Context-parallel degree."),
     click.option("--layout", default="zigzag", show_default=True, help="contiguous, zigzag, striped or balanced."),
     click.option("--mask", "kind", type=click.Choice(["causal", "full"]), default="causal", show_default=True),
     click.option("--window", metavar="TOKENS", help="A query sees only keys less than this many tokens away."),
@@ -83,7 +83,7 @@ def plan_options(function: F) -> F:
 def plan_of(
     *,
     seq_len: str | None,
-    cp: int,
+    cp: int | None,
     layout: str,
     kind: str,
     window: str | None,
@@ -101,6 +101,8 @@ def plan_of(
     costs: Path | None,
 ) -> tuple[Plan, PlanReport]:
     """The plan that the options ask for, and its numbers. Raises `SpecError` naming the option that does not fit."""
+    if cp is None:
+        raise SpecError("the context-parallel degree is not given", hint="set --cp 8")
     lengths = None if documents is None else _lengths(documents)
     tokens = _seq_len(seq_len, lengths)
     _check_used(route, inner, costs, ranks_per_node, layout, heads)

@@ -1,4 +1,4 @@
-"""`longspan show`: a drawing of a plan, in the terminal or as a figure.
+"""`longspan show`: a drawing of a plan, or of a manifest of packed rows, in the terminal or as a figure.
 
 Starts without torch, and without matplotlib until a figure is asked for.
 """
@@ -7,24 +7,54 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from longspan.cli.errors import friendly
 from longspan.cli.plan import plan_of, plan_options
-from longspan.report import print_plan, save_figure
+from longspan.report import print_packs, print_plan, save_figure, save_packs
+from longspan.spec import SpecError
 
 
 @click.command()
 @plan_options
 @click.option(
+    "--manifest",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Draw what longspan pack wrote, instead of a plan: lengths, fill, imbalance.",
+)
+@click.option(
     "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a figure: .svg or .png."
 )
 @friendly
-def show(output: Path | None, **options: Any) -> None:
-    """Draw a plan: the attention matrix coloured by rank, each rank's pairs and bytes stage by stage."""
+def show(manifest: Path | None, output: Path | None, **options: Any) -> None:
+    """Draw a plan: the attention matrix coloured by rank, each rank's pairs and bytes stage by stage.
+
+    Or, with --manifest, packed rows: lengths of documents, fill of rows, imbalance of pairs between ranks.
+    """
+    if manifest is not None:
+        _show_manifest(manifest, output)
+        return
     made, report = plan_of(**options)
     if output is None:
         print_plan(Console(), made, report)
     else:
         save_figure(made, report, output)
+        click.echo(f"wrote {output}", err=True)
+
+
+def _show_manifest(manifest: Path, output: Path | None) -> None:
+    context = click.get_current_context()
+    given = [name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    if others := [name for name in given if name not in ("manifest", "output")]:
+        options = ", ".join(option.opts[0] for option in context.command.params if option.name in others)
+        raise SpecError(f"{options} with --manifest, which says what its counts are of", hint="leave one of them out")
+    from longspan.train.pack import report_of  # reads configurations and corpora, which a plan does not need
+
+    report = report_of(manifest)
+    if output is None:
+        print_packs(Console(), report)
+    else:
+        save_packs(report, output)
         click.echo(f"wrote {output}", err=True)

@@ -7,6 +7,7 @@ from longspan.data.config import DataConfig
 from longspan.data.documents import Document, read_documents
 from longspan.data.fit import FitConfig, FittedRows, fit_rows
 from longspan.data.loader import Loader, eval_batches
+from longspan.data.manifest import Manifest, read_manifest, write_manifest
 from longspan.data.packing import Piece, Rows, pack, tokenize
 from longspan.data.store import TokenStore, open_store, unigram_entropy
 from longspan.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_tokenizer
@@ -20,6 +21,7 @@ __all__ = [
     "FittedRows",
     "HuggingFaceTokenizer",
     "Loader",
+    "Manifest",
     "Piece",
     "Rows",
     "TokenStore",
@@ -32,8 +34,10 @@ __all__ = [
     "pack",
     "positions",
     "read_documents",
+    "read_manifest",
     "shift_labels",
     "to_padded",
     "tokenize",
     "unigram_entropy",
+    "write_manifest",
 ]

@@ -33,6 +33,9 @@ class DataConfig(BaseModel):
     """"stream": documents end to end, cut where a row ends. "fit": whole documents in rows of up to `row_tokens`."""
     fit: FitConfig | None = None
     """Options of packing "fit"; None: their defaults."""
+    manifest: Path | None = None
+    """What `longspan pack` wrote: train on exactly these rows, in their order, every epoch. The rest of this section has to be
+    what they were packed with. None: pack."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
     """Fraction of the documents kept for evaluation, at least one document; 0: none."""
     seed: Annotated[int, Field(ge=0)] = 0

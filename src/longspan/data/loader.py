@@ -9,13 +9,14 @@ import numpy as np
 
 from longspan.data.batch import Batch
 from longspan.data.fit import FitConfig, fit_rows
+from longspan.data.manifest import Manifest
 from longspan.data.packing import IntArray, Piece, Rows
 from longspan.data.store import TokenStore
 from longspan.spec import DataError, SpecError
 
 
 class _Epoch(NamedTuple):
-    """Training documents in the order of one epoch, and their rows, the first of which is row `start` of the stream."""
+    """Documents in the order of one epoch, and their rows, the first of which is row `start` of the stream."""
 
     number: int
     start: int
@@ -25,6 +26,10 @@ class _Epoch(NamedTuple):
     @property
     def stop(self) -> int:
         return self.start + len(self.rows)
+
+    def pieces(self, row: int) -> list[Piece]:
+        """Of row `row` of the stream, documents by their number in the store."""
+        return _in_store(self.order, self.rows[row - self.start])
 
 
 class Loader(Iterator[Batch]):
@@ -45,9 +50,13 @@ class Loader(Iterator[Batch]):
     `rows_per_step`: rows of an optimizer step, of all ranks and micro-batches, which `fit.balance="area"` evens. None: a
     step of one batch a rank.
 
+    With a `manifest`, its rows are those of every epoch, in its order: nothing is shuffled or packed anew. What packed them
+    is compared with what is given here.
+
     Raises SpecError: `row_tokens`, `rows_per_batch` or `dp_size` below 1, a `dp_rank` not below `dp_size`, a
     negative seed, a step that is not a number of batches, and what `fit_rows` raises. DataError: no token to train on, a
-    document longer than a row, if `fit` refuses them.
+    document longer than a row, if `fit` refuses them; a manifest of another corpus, tokenizer, split, seed, row length or
+    packing.
     """
 
     def __init__(
@@ -62,6 +71,7 @@ class Loader(Iterator[Batch]):
         shuffle: bool = True,
         fit: FitConfig | None = None,
         rows_per_step: int | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         _check_rank(dp_rank, dp_size)
         if rows_per_batch < 1:
@@ -83,6 +93,9 @@ class Loader(Iterator[Batch]):
         self._shuffle = shuffle
         self._fit = fit
         self._rows_per_step = rows_per_step
+        self._manifest = manifest
+        if manifest is not None:
+            _check_manifest(manifest, self.stream, store)
         self._row = 0  # rows of the global stream consumed by all ranks together
         self._epoch = self._make_epoch(0, 0)
         if not len(self._epoch.rows):
@@ -117,30 +130,26 @@ class Loader(Iterator[Batch]):
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, the same on every rank: plain values that JSON can hold."""
         epoch = self._epoch_of(self._row)
-        return {"row": self._row, "epoch": epoch.number, "epoch_start": epoch.start, **self._identity()}
+        return {"row": self._row, "epoch": epoch.number, "epoch_start": epoch.start, **self.stream}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches of the saved loader, at any dp degree and rows per batch, without reading them.
 
         With `fit.balance="area"`, accumulation has to make up for another dp degree: the rows of a step are part of the
-        stream.
+        stream. Rows of a manifest stay as they are.
 
-        Raises DataError: a state of another corpus, tokenizer, split, seed, row length or packing, which names the values.
+        Raises DataError: a state of another corpus, tokenizer, split, seed, row length, packing or manifest, which names the
+        values.
         """
-        here = self._identity()
+        here = self.stream
         keys = {"row", "epoch", "epoch_start", *here}
         if set(state) != keys:
             raise DataError(f"loader state has the keys {sorted(state)}, not {sorted(keys)}")
-        differing = [
-            f"{name} is {_short(state[name])} in the state, {_short(here[name])} here"
-            for name in here
-            if state[name] != here[name]
-        ]
-        if differing:
+        if differing := _differing(state, here, "state"):
             hint = "set the values of the run that saved it, or start without its state"
             if state["rows_per_step"] and here["rows_per_step"] != state["rows_per_step"]:
                 hint = f"set accumulation so that rows_per_batch x dp x accumulation is {state['rows_per_step']}; or {hint}"
-            raise DataError(f"loader state is of another stream: {'; '.join(differing)}", hint=hint)
+            raise DataError(f"loader state is of another stream: {differing}", hint=hint)
         row, number, start = (_count(state, name) for name in ("row", "epoch", "epoch_start"))
         epoch = self._make_epoch(number, start)
         if not start <= row < epoch.stop:
@@ -149,8 +158,10 @@ class Loader(Iterator[Batch]):
             )
         self._row, self._epoch = row, epoch
 
-    def _identity(self) -> dict[str, Any]:
-        """All that decides the global stream of rows."""
+    @property
+    def stream(self) -> dict[str, Any]:
+        """All that decides the global stream of rows: plain values that JSON can hold."""
+        evened = self._fit is not None and self._fit.balance == "area" and self._manifest is None
         return {
             "corpus": self._store.corpus,
             "tokenizer": self._store.tokenizer,
@@ -162,12 +173,21 @@ class Loader(Iterator[Batch]):
             "packing": "stream" if self._fit is None else "fit",
             **dict.fromkeys(FitConfig.model_fields),
             **({} if self._fit is None else self._fit.model_dump(mode="json")),
-            "rows_per_step": self._rows_per_step if self._fit and self._fit.balance == "area" else None,
+            "rows_per_step": self._rows_per_step if evened else None,
+            "manifest": None if self._manifest is None else self._manifest.digest,
         }
 
+    def packs(self, epochs: int) -> Iterator[tuple[int, list[Piece]]]:
+        """Every row of the first `epochs` epochs, whatever has been read: its epoch, and which tokens of which documents of
+        the store it holds."""
+        start = 0
+        for number in range(epochs):
+            epoch = self._make_epoch(number, start)
+            yield from ((number, epoch.pieces(row)) for row in range(start, epoch.stop))
+            start = epoch.stop
+
     def _row_documents(self, row: int) -> list[np.ndarray[Any, Any]]:
-        epoch = self._epoch_of(row)
-        return _documents(self._store, epoch.order, epoch.rows, row - epoch.start)
+        return _documents(self._store, self._epoch_of(row).pieces(row))
 
     def _epoch_of(self, row: int) -> _Epoch:
         """Rows are asked for in ascending order, so an epoch that was left is not needed again."""
@@ -176,6 +196,8 @@ class Loader(Iterator[Batch]):
         return self._epoch
 
     def _make_epoch(self, number: int, start: int) -> _Epoch:
+        if self._manifest is not None:
+            return _Epoch(number, start, np.arange(self._store.num_documents), self._manifest.rows)
         order = self._store.train
         if self._shuffle:
             # Sorting raw bits instead of Generator.permutation: NumPy keeps a bit generator's stream across versions,
@@ -210,7 +232,7 @@ def eval_batches(
     rows = _rows(store, store.heldout, row_tokens, fit)
     count = len(rows) if max_rows is None else min(len(rows), max_rows)
     return (
-        Batch.from_documents(_documents(store, store.heldout, rows, row)) if row < count else None
+        Batch.from_documents(_documents(store, _in_store(store.heldout, rows[row]))) if row < count else None
         for row in range(dp_rank, -(-count // dp_size) * dp_size, dp_size)
     )
 
@@ -229,8 +251,12 @@ def _rows(
     return fit_rows(lengths, row_tokens, config, rows_per_step=rows_per_step, first_row=first_row, numbers=order)
 
 
-def _documents(store: TokenStore, order: IntArray, rows: Sequence[list[Piece]], row: int) -> list[np.ndarray[Any, Any]]:
-    return [store.document(order[piece.document], piece.start, piece.stop) for piece in rows[row]]
+def _in_store(order: IntArray, pieces: list[Piece]) -> list[Piece]:
+    return [piece._replace(document=int(order[piece.document])) for piece in pieces]
+
+
+def _documents(store: TokenStore, pieces: list[Piece]) -> list[np.ndarray[Any, Any]]:
+    return [store.document(*piece) for piece in pieces]
 
 
 def _check_rank(dp_rank: int, dp_size: int) -> None:
@@ -238,6 +264,26 @@ def _check_rank(dp_rank: int, dp_size: int) -> None:
         raise SpecError(f"dp_size {dp_size} is below 1")
     if not 0 <= dp_rank < dp_size:
         raise SpecError(f"dp_rank {dp_rank} is not in 0..{dp_size - 1} (dp_size {dp_size})")
+
+
+def _check_manifest(manifest: Manifest, here: dict[str, Any], store: TokenStore) -> None:
+    """Refuse rows that were packed otherwise, or of documents that the store does not train on."""
+    decides = {name: value for name, value in here.items() if name not in ("rows_per_step", "manifest")}
+    if differing := _differing(manifest.stream, decides, "manifest"):
+        raise DataError(
+            f"{manifest.path} holds rows of another stream: {differing}",
+            hint="set data as it was when they were packed, or pack again: longspan pack",
+        )
+    manifest.check(store.lengths, store.train, here["row_tokens"])
+
+
+def _differing(there: dict[str, Any], here: dict[str, Any], where: str) -> str:
+    """What has another value in the state or manifest than here; empty if nothing has."""
+    return "; ".join(
+        f"{name} is {_short(there.get(name))} in the {where}, {_short(here[name])} here"
+        for name in here
+        if there.get(name) != here[name]
+    )
 
 
 def _count(state: dict[str, Any], name: str) -> int:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from longspan.data.packing import tokenize
 from longspan.data.tokenizer import Tokenizer, load_tokenizer
 from longspan.spec import DataError
 
-_FORMAT = 1  # of the cache folder; part of its key
+_FORMAT = 2  # of the cache folder; part of its key
 _CHUNK = 1 << 22  # tokens counted at a time
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 IntArray = npt.NDArray[np.int64]
@@ -46,6 +47,23 @@ class TokenStore:
     corpus: str
     heldout_fraction: float
     seed: int
+    sources_file: Path | None = None
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Where each document came from, as `Document.source`; "" for all where the store keeps no names.
+
+        Raises DataError: a cache folder that is damaged.
+        """
+        if self.sources_file is None:
+            return [""] * self.num_documents
+        try:
+            names = [json.loads(line) for line in self.sources_file.open()]
+            if len(names) != self.num_documents:
+                raise ValueError(f"{len(names)} names of {self.num_documents} documents")
+        except (OSError, ValueError) as error:
+            raise _damaged(self.sources_file.parent, error) from error
+        return names
 
     @property
     def num_documents(self) -> int:
@@ -150,7 +168,7 @@ def _write_arrays(
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 1 << 16 else "<u4")
     offsets, keys = [0], []
     digest = hashlib.sha256()
-    with (scratch / "tokens.bin").open("wb") as file:
+    with (scratch / "tokens.bin").open("wb") as file, (scratch / "sources.jsonl").open("w") as sources:
         for document in documents:
             (ids,) = tokenize([document], tokenizer)
             data = ids.astype(dtype).tobytes()
@@ -158,6 +176,7 @@ def _write_arrays(
             digest.update(data)
             offsets.append(offsets[-1] + ids.size)
             keys.append(source_key(document.source))
+            sources.write(json.dumps(document.source) + "\n")
             if progress is not None:
                 progress(len(keys))
     for name, values in (("offsets", np.array(offsets, "<i8")), ("source_keys", np.array(keys, "<u8"))):
@@ -191,7 +210,7 @@ def _read(folder: Path, heldout_fraction: float, seed: int) -> TokenStore:
                 f"{tokens.size} tokens, {keys.size} documents; offsets say {offsets[-1]}, {offsets.size - 1}"
             )
     except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"token cache {folder} is damaged: {error}", hint="delete this folder") from error
+        raise _damaged(folder, error) from error
     train, heldout = split_documents(keys, heldout_fraction, seed)
     return TokenStore(
         tokens=tokens,
@@ -203,4 +222,9 @@ def _read(folder: Path, heldout_fraction: float, seed: int) -> TokenStore:
         corpus=meta["corpus"],
         heldout_fraction=heldout_fraction,
         seed=seed,
+        sources_file=folder / "sources.jsonl",
     )
+
+
+def _damaged(folder: Path, error: Exception) -> DataError:
+    return DataError(f"token cache {folder} is damaged: {error}", hint="delete this folder")

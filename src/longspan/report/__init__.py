@@ -1,21 +1,29 @@
-"""A plan as numbers, table, text drawing and figure. No torch; matplotlib only when a figure is asked for."""
+"""A plan, or a manifest of packed rows, as numbers, table, text and figure. No torch; matplotlib only for a figure."""
 
 from longspan.report.cells import HIDDEN, cell_map, owner_map
 from longspan.report.figure import draw_figure, save_figure
+from longspan.report.packs import PackReport
+from longspan.report.packs_figure import draw_packs, save_packs
+from longspan.report.packs_text import packs_table, print_packs
 from longspan.report.record import PlanReport, RankReport, StepReport, describe
 from longspan.report.table import plan_table
 from longspan.report.terminal import print_plan
 
 __all__ = [
     "HIDDEN",
+    "PackReport",
     "PlanReport",
     "RankReport",
     "StepReport",
     "cell_map",
     "describe",
     "draw_figure",
+    "draw_packs",
     "owner_map",
+    "packs_table",
     "plan_table",
+    "print_packs",
     "print_plan",
     "save_figure",
+    "save_packs",
 ]

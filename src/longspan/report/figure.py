@@ -7,14 +7,28 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from longspan.plan import Layout, Mask, Plan
 from longspan.plan.mask import Band
+from longspan.report.canvas import (
+    FAINT,
+    HEIGHT,
+    INK,
+    PAPER,
+    SHADES,
+    STYLE,
+    WIDTH,
+    check_format,
+    even_ticks,
+    figure_colors,
+    new_figure,
+    write_figure,
+)
 from longspan.report.cells import HIDDEN, cell_map, even_cells, first_ranks, owner_map
-from longspan.report.palette import DISTINCT, rank_colors
+from longspan.report.palette import DISTINCT
 from longspan.report.record import PlanReport, Quantity
 from longspan.report.words import (
     byte_unit,
@@ -25,7 +39,6 @@ from longspan.report.words import (
     short_tokens,
     summary,
 )
-from longspan.spec import SpecError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,31 +46,9 @@ if TYPE_CHECKING:
 
 Array = np.ndarray
 
-_WIDTH, _HEIGHT = 12.5, 7.5
 _LEFT, _MIDDLE, _RIGHT, _BOTTOM = 0.085, 0.59, 0.965, 0.105
 _MOST_CELLS = 256
 _PALE = 0.4
-_FORMATS = (".svg", ".png")
-_INK, _FAINT, _PAPER = "#1f2933", "#9aa5b1", "#f4f6f8"
-_SHADES = ("#e8eef4", "#bccddc", "#86a3bc", "#527899", "#2c5474")
-_STYLE: Any = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9,
-    "text.color": _INK,
-    "axes.labelcolor": _INK,
-    "axes.edgecolor": _FAINT,
-    "axes.linewidth": 0.8,
-    "axes.titlesize": 10,
-    "axes.titlelocation": "left",
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "xtick.major.size": 3,
-    "ytick.major.size": 3,
-    # Text stays text, and the same plan gives the same file.
-    "svg.fonttype": "none",
-    "svg.hashsalt": "longspan",
-}
 _PANELS: tuple[tuple[Quantity, str], ...] = (
     ("area", "pairs computed"),
     ("bytes_forward", "bytes sent, forward"),
@@ -74,33 +65,16 @@ def save_figure(plan: Plan, report: PlanReport, path: str | Path) -> None:
     Raises `SpecError` for another suffix, for a file that cannot be written, or if matplotlib is not installed.
     """
     path = Path(path)
-    if path.suffix not in _FORMATS:
-        raise SpecError(f"a figure cannot be written as {path.name!r}", hint="end the name with .svg or .png")
-    figure = draw_figure(plan, report)
-    from matplotlib import rc_context
-
-    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-    try:
-        with rc_context(_STYLE):
-            figure.savefig(path, dpi=144, metadata=metadata)
-    except OSError as error:
-        raise SpecError(
-            f"{path} cannot be written: {error.strerror}",
-            hint="name a file in a folder that exists and may be written to",
-        ) from error
+    check_format(path)
+    write_figure(draw_figure(plan, report), path)
 
 
 def draw_figure(plan: Plan, report: PlanReport) -> "Figure":
     """The drawing as a matplotlib figure, apart from pyplot and its global state. Raises `SpecError` without matplotlib."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SpecError(
-            "drawing a figure needs matplotlib, which is not installed", hint="pip install 'longspan[plot]'"
-        ) from None
-    with rc_context(_STYLE):
-        figure = Figure(figsize=(_WIDTH, _HEIGHT), facecolor="white")
+    figure = new_figure()
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
         title = headline(report)
         figure.text(0.045, 0.955, title, fontsize=min(14, 720 / len(title)), fontweight="bold", va="center")
         figure.text(0.045, 0.915, summary(report), fontsize=10.5, va="center")
@@ -117,7 +91,7 @@ def _draw_legend(figure: "Figure", plan: Plan) -> None:
     names = ["rank"] if plan.degrees.heads == 1 else ["rank", "group"]
     rows = np.stack((np.arange(ranks), first_ranks(plan)))[: len(names)]
     _show_ranks(axes, rows, ranks, (-0.5, ranks - 0.5, len(names) - 0.5, -0.5))
-    axes.set_xticks(_ticks(ranks, 16), [str(rank) for rank in _ticks(ranks, 16)])
+    axes.set_xticks(even_ticks(ranks, 16), [str(rank) for rank in even_ticks(ranks, 16)])
     axes.set_yticks(range(len(names)), names)
     axes.tick_params(axis="y", length=0)
 
@@ -127,9 +101,9 @@ def _draw_matrix(figure: "Figure", plan: Plan) -> None:
     striped = plan.layout.step > 1
     # Under stripes the ranks take turns cell by cell, which finer cells would blur.
     cells = even_cells(plan.seq_len, min(_MOST_CELLS, max(64, 4 * plan.ranks)) if striped else _MOST_CELLS)
-    size, thick, gap, aspect = 0.44, 0.013, 0.006, _WIDTH / _HEIGHT
+    size, thick, gap, aspect = 0.44, 0.013, 0.006, WIDTH / HEIGHT
     extent = (0.0, plan.seq_len, plan.seq_len, 0.0)
-    matrix = figure.add_axes((_LEFT, _BOTTOM, size, size * aspect), facecolor=_PAPER)
+    matrix = figure.add_axes((_LEFT, _BOTTOM, size, size * aspect), facecolor=PAPER)
     ranks = cell_map(plan, cells, cells)
     holders, first = owner_map(plan.layout, cells), first_ranks(plan)
     exact = cells == plan.seq_len
@@ -195,7 +169,7 @@ def _show_ranks(
 
     axes.imshow(
         np.ma.masked_equal(ranks, HIDDEN),
-        cmap=ListedColormap(_colors(num_ranks)),
+        cmap=ListedColormap(figure_colors(num_ranks)),
         vmin=-0.5,
         vmax=num_ranks - 0.5,
         alpha=alpha,
@@ -241,7 +215,7 @@ def _draw_stages(figure: "Figure", report: PlanReport, hops: bool) -> None:
 
 
 def _label_stages(axes: "Axes", stages: int, heads: bool) -> None:
-    ticks = _ticks(stages, 16)
+    ticks = even_ticks(stages, 16)
     if not heads:
         axes.set_xticks(ticks)
         return
@@ -249,7 +223,7 @@ def _label_stages(axes: "Axes", stages: int, heads: bool) -> None:
     axes.set_xticks([*ticks, stages], [*map(str, ticks), "heads"])
     if stages >= _LABELLED:
         axes.get_xticklabels()[-1].set_horizontalalignment("right")
-    axes.axvline(stages - 0.5, color=_FAINT, linewidth=0.8)
+    axes.axvline(stages - 0.5, color=FAINT, linewidth=0.8)
 
 
 def _draw_heat(axes: "Axes", table: Array, most: float, words: Callable[[float], str]) -> None:
@@ -257,12 +231,12 @@ def _draw_heat(axes: "Axes", table: Array, most: float, words: Callable[[float],
 
     ranks, columns = table.shape
     axes.set_facecolor("white")
-    shades = LinearSegmentedColormap.from_list("shades", _SHADES)
+    shades = LinearSegmentedColormap.from_list("shades", SHADES)
     axes.imshow(
         np.ma.masked_equal(table, 0), cmap=shades, vmin=0, vmax=most or 1, aspect="auto", interpolation="nearest"
     )
     axes.set_ylabel("rank")
-    axes.set_yticks(_ticks(ranks, 8))
+    axes.set_yticks(even_ticks(ranks, 8))
     if max(ranks, columns) <= _GAPPED:
         axes.set_xticks(np.arange(columns - 1) + 0.5, minor=True)
         axes.set_yticks(np.arange(ranks - 1) + 0.5, minor=True)
@@ -271,14 +245,14 @@ def _draw_heat(axes: "Axes", table: Array, most: float, words: Callable[[float],
     if ranks <= _LABELLED and columns <= _LABELLED:
         for (rank, column), amount in np.ndenumerate(table):
             if amount:
-                ink = "white" if amount > 0.5 * most else _INK
+                ink = "white" if amount > 0.5 * most else INK
                 axes.text(column, rank, words(amount), ha="center", va="center", color=ink, fontsize=7.5)
 
 
 def _draw_totals(axes: "Axes", totals: Array, words: Callable[[float], str]) -> None:
     ranks = len(totals)
-    axes.barh(np.arange(ranks), totals, height=0.8 if ranks <= 32 else 1.0, color=_colors(ranks))
-    axes.axvline(float(totals.mean()), color=_INK, linewidth=0.8, linestyle=(0, (3, 3)))
+    axes.barh(np.arange(ranks), totals, height=0.8 if ranks <= 32 else 1.0, color=figure_colors(ranks))
+    axes.axvline(float(totals.mean()), color=INK, linewidth=0.8, linestyle=(0, (3, 3)))
     axes.set_ylim(ranks - 0.5, -0.5)
     axes.set_xlim(0, max(1, totals.max()) * (1.7 if ranks <= _LABELLED else 1.15))
     for side in ("top", "right", "bottom"):
@@ -290,15 +264,3 @@ def _draw_totals(axes: "Axes", totals: Array, words: Callable[[float], str]) -> 
     else:
         for rank, total in enumerate(totals.tolist()):
             axes.text(axes.get_xlim()[1], rank, words(total), ha="right", va="center", fontsize=7.5)
-
-
-def _colors(ranks: int) -> list[tuple[float, ...]]:
-    return [tuple(part / 255 for part in rgb) for rgb in rank_colors(ranks)]
-
-
-def _ticks(count: int, most: int) -> list[int]:
-    """Up to `most` of the numbers below `count`, a power of two apart."""
-    every = 1
-    while count > most * every:
-        every *= 2
-    return list(range(0, count, every))

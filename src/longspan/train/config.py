@@ -3,7 +3,7 @@
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -44,7 +44,8 @@ class ParallelConfig(_Record):
     wire_dtype: WireDtype | None = None
     """Keys and values are rounded to this type on their way to other ranks; None: they travel as they are."""
     costs: Path | None = None
-    """What `longspan bench calibrate` measured on this cluster, for route "auto"."""
+    """What `longspan bench calibrate` measured on this cluster: for route "auto", and for layout "balanced", which then keeps
+    documents whole that are too short for a cut to pay."""
     kernel: Literal["auto", "sdpa", "reference"] = "auto"
     slots_multiple_of: Positive | None = None
     """Pad each rank's local length with dead slots to a multiple; None: exact lengths."""
@@ -88,8 +89,9 @@ class TrainConfig(_Record):
     """Micro-batches of an optimizer step. Global batch = rows_per_batch x dp x accumulation rows."""
     dtype: Dtype = "fp32"
     """Of activations and of the weights in use; bf16 and fp16 keep fp32 weights, gradients and moments beside them."""
-    recompute: Literal["none", "block"] = "none"
-    """"block": keep each block's input and attention output, compute the rest again in backward (repeats no hop)."""
+    recompute: Literal["none", "block", "full"] = "none"
+    """"block": keep each block's input and attention output, compute the rest again in backward (repeats no hop). "full":
+    keep the input alone, and attend again."""
     eval_every: Positive | None = None
     """Steps between evaluations on held-out rows; there is one at the end too. None: never."""
     eval_rows: Positive | None = 8
@@ -105,9 +107,12 @@ class TrainConfig(_Record):
     seed: Annotated[int, Field(ge=0)] = 0
     """Of the initial weights."""
 
+    _needs_model: ClassVar[bool] = True
+
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
-        if (self.model is None) == (self.init_from is None):
+        starts = [self.model is not None, self.init_from is not None]
+        if all(starts) or (self._needs_model and not any(starts)):
             raise SpecError(
                 "both model and init_from are given" if self.model else "neither model nor init_from is given",
                 hint="give [model] to start from random weights, or init_from to start from a folder",
@@ -122,10 +127,11 @@ class TrainConfig(_Record):
                 f"parallel.heads_per_stage={self.parallel.heads_per_stage} means nothing to route {self.parallel.route!r}",
                 hint='leave it out, or set parallel.route="upipe"',
             )
-        if self.parallel.costs is not None and self.parallel.route != "auto":
+        if self.parallel.costs is not None and self.parallel.route != "auto" and self.parallel.layout != "balanced":
             raise SpecError(
-                f"parallel.costs={self.parallel.costs} means nothing to route {self.parallel.route!r}, which is chosen",
-                hint='leave it out, or set parallel.route="auto"',
+                f"parallel.costs={self.parallel.costs} means nothing to route {self.parallel.route!r}, which is chosen, and "
+                f"layout {self.parallel.layout!r}",
+                hint='leave it out, or set parallel.route="auto" or parallel.layout="balanced"',
             )
         if self.parallel.route == "upipe" and self.recompute != "none":
             raise SpecError(
@@ -140,10 +146,24 @@ class TrainConfig(_Record):
         return self
 
 
+class PackConfig(TrainConfig):
+    """The same file for `longspan pack`, which needs no model: `model` and `init_from` may both be missing."""
+
+    _needs_model: ClassVar[bool] = False
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a TOML file and apply overrides such as `parallel.cp=2`, whose values are TOML (bare words are strings).
+    """The run that a TOML file with overrides describes: see `read_values`.
 
     Raises `SpecError` (file, override) or `pydantic.ValidationError` (values).
+    """
+    return TrainConfig.model_validate(read_values(path, overrides))
+
+
+def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Read a TOML file and apply overrides such as `parallel.cp=2`, whose values are TOML (bare words are strings).
+
+    Raises `SpecError`: a file or an override that cannot be read.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -155,7 +175,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
         ) from None
     for override in overrides:
         _apply(values, override)
-    return TrainConfig.model_validate(values)
+    return values
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -1,6 +1,6 @@
 """The rows a run reads: the same loader for training and for both sides of `verify`."""
 
-from longspan.data import Loader, TokenStore
+from longspan.data import Loader, TokenStore, read_manifest
 from longspan.train.config import TrainConfig
 
 
@@ -19,4 +19,5 @@ def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: i
         shuffle=config.data.shuffle,
         fit=config.data.fit_options,
         rows_per_step=config.accumulation * config.rows_per_batch * (config.parallel.dp or dp_size),
+        manifest=None if config.data.manifest is None else read_manifest(config.data.manifest),
     )

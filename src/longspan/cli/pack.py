@@ -1,0 +1,74 @@
+"""`longspan pack`: the rows a run would read as a Parquet manifest, with what each asks of every rank. No torch."""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from longspan.cli.errors import friendly
+from longspan.cli.options import config_options, corpus_progress
+from longspan.report import packs_table
+from longspan.spec import SpecError
+from longspan.train.config import PackConfig, read_values
+from longspan.train.pack import pack as write_packs
+
+
+@click.command()
+@config_options
+@click.option(
+    "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="FILE", help="The manifest."
+)
+@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, help="Epochs to pack.")
+@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@friendly
+def pack(
+    config: Path, overrides: tuple[str, ...], output: Path, epochs: int, force: bool, quiet: bool, as_json: bool
+) -> None:
+    """Write the rows that CONFIG, a TOML file of longspan train, would read, with counts of each rank.
+
+    Takes [data], and for the counts [parallel] and, if there is one, [model]:
+
+    \b
+        longspan pack run.toml --output rows.parquet
+        longspan show --manifest rows.parquet --output rows.png
+        longspan train run.toml --set data.manifest=rows.parquet
+    """
+    if output.exists() and not force:
+        raise SpecError(f"{output} exists", hint="name another file, or give --force to write over it")
+    if not output.parent.is_dir():
+        raise SpecError(
+            f"{output} cannot be written: there is no folder {output.parent}", hint="make it, or name another"
+        )
+    run = PackConfig.model_validate(read_values(config, overrides))
+    with corpus_progress(quiet) as tokenised, _pack_progress(quiet) as packed:
+        report = write_packs(run, output, epochs=epochs, tokenised=tokenised, packed=packed)
+    if as_json:
+        click.echo(json.dumps({**report.summary(), "manifest": str(output)}, allow_nan=False))
+        return
+    table = packs_table(report)
+    table.add_row("written to", str(output))
+    Console(highlight=False).print(table)
+
+
+@contextmanager
+def _pack_progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """Tell on stderr, if that is a terminal, how many rows have been packed, once there is one."""
+    console = Console(stderr=True)
+    columns = (TextColumn("packing: rows"), MofNCompleteColumn(), BarColumn(30), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_interactive)
+    task = bar.add_task("", total=None)
+
+    def tell(rows: int, about: int) -> None:
+        bar.start()
+        bar.update(task, completed=rows, total=about)
+
+    try:
+        yield tell
+    finally:
+        bar.stop()

@@ -1,0 +1,242 @@
+"""A manifest: the rows of a run in a Parquet file, a row of the file for each, with counts of every rank.
+
+    row  epoch  documents                               lengths  tokens  padding  pairs  rank_tokens  rank_pairs  ...
+    0    0      {7, "a.txt", 0, 5}, {2, "b.txt", 0, 3}  5 3      8       2        21     4 4          10 11
+    1    0      {4, "c.txt", 0, 9}                      9        9       1        45     5 4          25 20
+
+`longspan pack` writes it, `longspan show --manifest` draws it. A `Loader` reads the documents, and nothing of the counts.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from longspan.data.fit import FittedRows
+from longspan.data.packing import IntArray, Piece
+from longspan.data.store import TokenStore
+from longspan.spec import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_FORMAT = 1
+_GROUP = 256  # rows of the file in a row group, which are written and read at a time
+_KEY = b"longspan"
+_COLUMNS = {
+    "row": ("int64", "number of the row in the stream that was packed, from 0"),
+    "epoch": ("int64", "epoch that it is of, from 0"),
+    "documents": (
+        "documents",
+        "in their order: number in the corpus, source, first token and token after the last, of the document's own",
+    ),
+    "lengths": ("int64s", "tokens of each of the documents"),
+    "tokens": ("int64", "tokens of the row"),
+    "padding": ("int64", "tokens that the row has room for and does not hold: row_tokens - tokens"),
+    "pairs": ("int64", "visible (query, key) pairs of all layers, forward"),
+    "rank_tokens": ("int64s", "tokens that each rank of the CP group holds"),
+    "rank_pairs": ("float64s", "pairs that each rank computes, of all layers, forward, times its share of the heads"),
+    "rank_blocks": (
+        "float64s",
+        "blocks of 128 x 128 pairs that each rank computes something of, counted like its pairs",
+    ),
+    "rank_bytes": ("int64s", "bytes that each rank sends, of all layers and heads, forward and backward"),
+}
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What the counts of a manifest are of. `masks` is the number of layers that use each mask, "full" or "window-w".
+
+    Without a model they are of one layer of full causal attention with one KV head: `heads` None.
+    """
+
+    cp: int
+    layout: str
+    route: str
+    inner: int | None
+    wire_dtype: str | None
+    slots_multiple_of: int | None
+    masks: dict[str, int]
+    heads: tuple[int, int] | None
+    head_dim: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What one row asks of every rank: the columns of the same names."""
+
+    pairs: int
+    rank_tokens: Sequence[int]
+    rank_pairs: Sequence[float]
+    rank_blocks: Sequence[float]
+    rank_bytes: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """A row to be written: documents by their number in the store."""
+
+    epoch: int
+    pieces: Sequence[Piece]
+    counts: Counts
+
+
+@dataclass(frozen=True, eq=False)
+class Manifest:
+    """What there is to train on: `rows`, whose pieces have the store's document numbers, and the stream they were packed as
+    (`Loader.stream`)."""
+
+    path: Path
+    stream: dict[str, Any]
+    rows: FittedRows
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of which tokens each row holds."""
+        digest = hashlib.sha256(f"longspan.Manifest {len(self.rows)}\n".encode())
+        for values in (self.rows.edges, self.rows.pieces):
+            digest.update(values.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+    def check(self, lengths: IntArray, train: IntArray, row_tokens: int) -> None:
+        """Raises DataError: a row of more tokens, of a document that does not train or of tokens that it has not."""
+        (longer,) = np.nonzero(self.rows.tokens > row_tokens)
+        if longer.size:
+            raise self._wrong(longer[0], f"has {self.rows.tokens[longer[0]]} tokens, more than row_tokens {row_tokens}")
+        document, start, stop = self.rows.pieces.T
+        (strange,) = np.nonzero(~np.isin(document, train))
+        if strange.size:
+            raise self._wrong(self._row_of(strange[0]), f"holds document {document[strange[0]]}, which does not train")
+        (wrong,) = np.nonzero((start < 0) | (start >= stop) | (stop > lengths[document]))
+        if wrong.size:
+            number, first, after = self.rows.pieces[wrong[0]].tolist()
+            tokens = f"holds tokens {first} to {after} of document {number}, which has {lengths[number]}"
+            raise self._wrong(self._row_of(wrong[0]), tokens)
+
+    def _row_of(self, piece: int) -> int:
+        return int(np.searchsorted(self.rows.edges, piece, side="right")) - 1
+
+    def _wrong(self, row: int, what: str) -> DataError:
+        return DataError(f"row {row} of {self.path} {what}", hint="pack again: longspan pack")
+
+
+def write_manifest(
+    path: Path, packs: Iterable[Pack], store: TokenStore, stream: dict[str, Any], epochs: int, counted: Counted
+) -> None:
+    """Write `packs`, rows of `epochs` epochs of documents of `store`, as they come; whole or not at all.
+
+    `stream` is that of the loader which packs. Raises DataError: a file that cannot be written.
+    """
+    import pyarrow.parquet as pq  # slow to import, and planning needs none of it
+
+    about = {"format": _FORMAT, "stream": stream, "epochs": epochs, "counted": asdict(counted)}
+    schema = _schema(about)
+    scratch = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        with pq.ParquetWriter(scratch, schema) as writer:
+            for group in _groups(packs, store.sources, stream["row_tokens"]):
+                writer.write_table(_table(group, schema))
+        scratch.replace(path)
+    except OSError as error:
+        raise DataError(
+            f"{path} cannot be written: {error.strerror or error}", hint="name a file in a folder that exists"
+        ) from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The rows of a manifest, to train on. Raises DataError: a file that is none, or has no row."""
+    table, about = read_table(path, ["documents"])
+    edges, documents = flat(table, "documents")
+    pieces = np.stack([documents[name].astype(np.int64) for name in Piece._fields], axis=1)
+    return Manifest(path, about["stream"], FittedRows(pieces, edges))
+
+
+def read_table(path: Path, columns: Sequence[str]) -> tuple["pa.Table", dict[str, Any]]:
+    """Columns of a manifest, and what it says of itself: `stream`, `epochs`, `counted`.
+
+    Raises DataError: a file that is no manifest, or has no row, or a column without values.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with path.open("rb") as source, pq.ParquetFile(source) as file:
+            about = json.loads((file.schema_arrow.metadata or {}).get(_KEY, b"{}"))
+            if about.get("format") != _FORMAT or not set(columns) <= set(file.schema_arrow.names):
+                raise DataError(f"{path} is not a manifest of this version", hint="longspan pack writes one")
+            table = file.read(list(columns))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if isinstance(error, DataError):
+            raise
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise DataError(f"manifest {path} cannot be read: {reason}", hint="longspan pack writes one") from error
+    if not table.num_rows:
+        raise DataError(f"manifest {path} has no row", hint="pack again: longspan pack")
+    if empty := [name for name in columns if table.column(name).null_count]:
+        raise DataError(f"manifest {path} has rows without {', '.join(empty)}", hint="pack again: longspan pack")
+    return table, about
+
+
+def flat(table: "pa.Table", name: str) -> tuple[IntArray, Any]:
+    """A column of lists end to end: where each row begins and ends, int64 (R + 1,); the values, by field for documents."""
+    import pyarrow.compute as pc
+
+    column = table.column(name)
+    edges = np.concatenate([[0], np.cumsum(pc.list_value_length(column).to_numpy(), dtype=np.int64)])
+    values = pc.list_flatten(column)
+    if name != "documents":
+        return edges, values.to_numpy()
+    return edges, {field: pc.struct_field(values, field).to_numpy() for field in Piece._fields}
+
+
+def _schema(about: dict[str, Any]) -> "pa.Schema":
+    import pyarrow as pa
+
+    document = pa.struct(
+        [("document", pa.int64()), ("source", pa.string()), ("start", pa.int64()), ("stop", pa.int64())]
+    )
+    kinds = {
+        "int64": pa.int64(), "int64s": pa.list_(pa.int64()), "float64s": pa.list_(pa.float64()),
+        "documents": pa.list_(document),
+    }  # fmt: skip
+    fields = [
+        pa.field(name, kinds[kind], nullable=False, metadata={"what": what}) for name, (kind, what) in _COLUMNS.items()
+    ]
+    return pa.schema(fields, metadata={_KEY: json.dumps(about)})
+
+
+def _groups(packs: Iterable[Pack], sources: Sequence[str], row_tokens: int) -> Iterator[list[dict[str, Any]]]:
+    values = (_values(row, pack, sources, row_tokens) for row, pack in enumerate(packs))
+    while group := list(islice(values, _GROUP)):
+        yield group
+
+
+def _values(row: int, pack: Pack, sources: Sequence[str], row_tokens: int) -> dict[str, Any]:
+    lengths = [piece.stop - piece.start for piece in pack.pieces]
+    documents = [
+        # A file's name may be bytes that are no text.
+        {**piece._asdict(), "source": sources[piece.document].encode(errors="backslashreplace").decode()}
+        for piece in pack.pieces
+    ]
+    tokens = sum(lengths)
+    return {
+        "row": row, "epoch": pack.epoch, "documents": documents, "lengths": lengths, "tokens": tokens,
+        "padding": row_tokens - tokens, **asdict(pack.counts),
+    }  # fmt: skip
+
+
+def _table(group: list[dict[str, Any]], schema: "pa.Schema") -> "pa.Table":
+    import pyarrow as pa
+
+    return pa.Table.from_pylist(group, schema=schema)
