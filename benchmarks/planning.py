@@ -1,4 +1,4 @@
-"""How long one rank's share takes to plan, layout and mask included, on one core.
+"""How long planning takes on one core: masks, layout and one rank's share of the work. Zigzag: medians; balanced: the best.
 
 python -m benchmarks.planning
 """
@@ -9,6 +9,7 @@ import time
 import click
 import numpy as np
 
+from benchmarks.layouts import EQUAL, HALF_ROW, log_normal, packs
 from longspan.plan import Layout, Mask, plan_attention
 
 S = 1 << 20
@@ -31,6 +32,29 @@ def main(repeats: int) -> None:
             for rank in (0, ranks // 2, ranks - 1)
         ]
         click.echo(f"S={S:,} zigzag, {name}: " + ", ".join(f"{1e3 * seconds:.1f} ms" for seconds in rows))
+    many = [[log_normal(generator) for _ in range(2000)] for _ in range(4)]
+    kinds = {
+        "2,000 log-normal documents": many,
+        "log-normal packs": packs(log_normal, 20),
+        "half-row": [HALF_ROW],
+        "equal": [EQUAL],
+    }
+    for name, rows in kinds.items():
+        worst = max(planning_seconds(lengths, 64, repeats) for lengths in rows)
+        tokens = f"S={max(map(sum, rows)):,}"
+        click.echo(f"{tokens} balanced, exchange, {name}, 64 ranks: {1e3 * worst:.1f} ms, the slowest of {len(rows)}")
+
+
+def planning_seconds(lengths: list[int], ranks: int, repeats: int) -> float:
+    """Mask, balanced layout and the first rank's `exchange`: the best of `repeats`, without what other programs took."""
+    return min(_process_time(lengths, ranks) for _ in range(repeats))
+
+
+def _process_time(lengths: list[int], ranks: int) -> float:
+    began = time.process_time()
+    mask = Mask.documents(lengths)
+    plan_attention(Layout.balanced(mask, ranks), mask, "exchange").rank_plan(0)
+    return time.process_time() - began
 
 
 def _time(ranks: int, lengths: list[int], rank: int) -> float:

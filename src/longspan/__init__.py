@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from longspan.attention.attention import attention
     from longspan.attention.context import ContextParallel
+    from longspan.attention.dropin import context_parallel
     from longspan.attention.staged import Projections, UpipeAttention, projected_attention
     from longspan.comm.sharding import shard, unshard
     from longspan.comm.traffic import record
@@ -26,6 +27,7 @@ _HOME = {
     "Projections": "longspan.attention.staged",
     "UpipeAttention": "longspan.attention.staged",
     "attention": "longspan.attention.attention",
+    "context_parallel": "longspan.attention.dropin",
     "plan_attention": "longspan.plan",
     "projected_attention": "longspan.attention.staged",
     "record": "longspan.comm.traffic",
@@ -42,6 +44,7 @@ __all__ = [
     "Projections",
     "UpipeAttention",
     "attention",
+    "context_parallel",
     "plan_attention",
     "projected_attention",
     "record",

@@ -5,9 +5,9 @@ from typing import NamedTuple
 from longspan.attention.attention import attention
 from longspan.comm.sharding import shard
 from longspan.comm.traffic import record
-from longspan.plan import Layout, Mask, plan_attention
+from longspan.plan import LAYOUTS, Layout, Mask, plan_attention
 from tests.oracle import dense_attention, make_inputs, relative_error
-from tests.plan.strategies import NAMES, carries
+from tests.plan.strategies import carries
 
 NAN = float("nan")
 
@@ -46,16 +46,20 @@ def masks_of(S: int) -> list[Mask]:
 
 
 def matrix(P: int, lengths) -> list[Case]:
-    """Layouts x masks x MHA, GQA, MQA x exact and fixed slots, kernels and batch sizes taking turns."""
+    """Layouts x masks x MHA, GQA, MQA x exact and fixed slots, kernels and batch sizes taking turns; balanced, all take turns."""
     cases = []
     for S in lengths:
-        for mask in masks_of(S):
+        for number, mask in enumerate(masks_of(S)):
             for name in ("contiguous", "zigzag", "striped"):
                 for slots in (None, -(-S // P) + 3):
                     for heads in ((4, 4), (4, 2), (4, 1)):
                         turn = len(cases)
                         layout = Layout.named(name, S, P, slots)
                         cases.append(Case(layout, mask, heads, 1 + turn % 5 % 2, ("sdpa", "reference")[turn % 2]))
+            layout = Layout.balanced(mask, P, (None, -(-S // P) + 3)[number % 2])
+            cases.append(
+                Case(layout, mask, ((4, 2), (4, 1))[number // 2 % 2], kernel=("sdpa", "reference")[number % 2])
+            )
     return cases
 
 
@@ -69,12 +73,12 @@ def routed(route: str, inner: int | None, P: int, S: int, every_layout: bool = T
     heads = [some for some in HEADS if carries(route, P, inner, some)]
     cases = []
     for number, mask in enumerate(masks_of(S)):
-        for name in NAMES if every_layout else (NAMES[number % 3],):
+        for name in LAYOUTS if every_layout else (LAYOUTS[number % 4],):
             turn = len(cases)
-            layout = Layout.named(name, S, P, (None, -(-S // P) + 3)[turn % 2])
+            layout = Layout.named(name, S, P, (None, -(-S // P) + 3)[turn % 2], masks=[mask])
             kernel = ("sdpa", "reference")[turn // 2 % 2]
             cases.append(Case(layout, mask, heads[turn % len(heads)], 1 + turn % 5 % 2, kernel, 8, route, inner))
-    for values in (NAMES, heads, ("sdpa", "reference"), (True, False)):
+    for values in (LAYOUTS, heads, ("sdpa", "reference"), (True, False)):
         met = {v for c in cases for v in (c.layout.name, c.heads, c.kernel, c.layout.slots is None)}
         assert met >= set(values), f"{route} {inner} of {P} never meets {set(values) - met}"
     return cases

@@ -24,7 +24,7 @@ def test_one_rank_needs_no_group():
         assert relative_error(got, want) < 1e-12
 
 
-@pytest.mark.parametrize("keyword", ["dropout_p", "is_causal", "attn_mask", "enable_gqa", "softcap"])
+@pytest.mark.parametrize("keyword", ["dropout_p", "is_causal", "attn_mask", "enable_gqa", "soft_cap"])
 def test_keywords_it_does_not_know_are_errors(keyword):
     q, k, v, _ = make_inputs(12)
     with pytest.raises(TypeError, match=rf"attention\(\) got an unexpected keyword argument '{keyword}'"):

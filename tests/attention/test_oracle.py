@@ -16,7 +16,7 @@ LENGTHS = {1: 19, 2: 23, 3: 25, 4: 37, 5: 33, 6: 41, 8: 43}
 @pytest.mark.parametrize("P", DEGREES)
 def test_matrix(P):
     cases = matrix(P, [LENGTHS[P]])
-    assert len(cases) == 9 * 3 * 2 * 3
+    assert len(cases) == 9 * (3 * 2 * 3 + 1)
     assert run_ranks(P, check_cases, cases) == [len(cases)] * P
 
 

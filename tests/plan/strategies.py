@@ -5,10 +5,11 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import strategies as st
 
-from longspan.plan import Layout, Mask, plan_attention
+from longspan.plan import LAYOUTS, Layout, Mask, plan_attention
 
 DEGREES = (1, 2, 3, 4, 5, 8)
 NAMES = ("contiguous", "zigzag", "striped")
+"""Layouts that no mask changes."""
 
 ROWS_MOVE = ("ring", "rotate", "allgather", "exchange")
 HEADS_MOVE = ("ulysses", "upipe")
@@ -46,15 +47,18 @@ def factored(routes=ROWS_MOVE + HEADS_MOVE + INNER_HEADS + OUTER_HEADS, degrees=
     ])  # fmt: skip
 
 
-def layouts(seq_len: int, degrees=DEGREES, with_slots: bool = False):
-    """Any layout of that length; `with_slots` adds 0 to 3 dead slots to the longest rank."""
-
-    def build(name, ranks, extra):
-        layout = Layout.named(name, seq_len, ranks)
-        return layout if extra is None else Layout.named(name, seq_len, ranks, int(layout.counts.max()) + extra)
-
-    extra = st.none() | st.integers(0, 3) if with_slots else st.none()
-    return st.builds(build, st.sampled_from(NAMES), st.sampled_from(degrees), extra)
+@st.composite
+def layouts(draw, seq_len: int, degrees=DEGREES, with_slots: bool = False, mask: Mask | None = None) -> Layout:
+    """Any layout of that length, balanced for `mask` or for any documents; `with_slots` adds 0 to 3 dead slots to the longest
+    rank."""
+    name, ranks = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(degrees))
+    if mask is None and name == "balanced":
+        mask = Mask.documents(draw(lengths_of(seq_len)))
+    layout = Layout.named(name, seq_len, ranks, masks=[mask])
+    extra = draw(st.none() | st.integers(0, 3)) if with_slots else None
+    return (
+        layout if extra is None else Layout.named(name, seq_len, ranks, int(layout.counts.max()) + extra, masks=[mask])
+    )
 
 
 @st.composite
@@ -104,6 +108,27 @@ masks = defined_masks().map(lambda pair: pair[0])
 
 
 @st.composite
+def chunked(draw, S: int) -> Mask:
+    """Each chunk sees itself, causally, and the whole of the one before it; tokens after the last chunk see nothing."""
+    size, covered = draw(st.integers(1, S)), draw(st.integers(0, S))
+    bands = []
+    for start in range(0, covered, size):
+        stop = min(start + size, covered)
+        bands.append((start, stop, start, stop, 0, None))
+        if start:
+            bands.append((start, stop, start - size, start, None, None))
+    return Mask.bands(S, bands)
+
+
+@st.composite
+def weighted_masks(draw, low: int = 1, high: int = 60, most: int = 2) -> list[tuple[Mask, int]]:
+    """Up to `most` masks over the same tokens, of any kind, with the number of layers that use each."""
+    S = draw(st.integers(low, high))
+    kinds = st.one_of(defined_masks(S, S).map(lambda pair: pair[0]), chunked(S))
+    return [(mask, draw(st.integers(1, 5))) for mask in draw(st.lists(kinds, min_size=1, max_size=most))]
+
+
+@st.composite
 def plans(draw, routes, low: int = 1, high: int = 40, degrees=DEGREES):
     """A plan of one of these routes: any inner degree, layout and mask."""
     route, ranks, inner, heads = draw(factored(routes, degrees))
@@ -117,4 +142,4 @@ def layout_and_mask(draw, low: int = 1, high: int = 40, degrees=DEGREES, with_sl
     mask = draw(defined_masks(low, high))[0]
     if draw(st.integers(0, 4)) == 0:
         mask = Mask.concat([mask, draw(defined_masks(1, 8))[0]])
-    return draw(layouts(mask.seq_len, degrees, with_slots)), mask
+    return draw(layouts(mask.seq_len, degrees, with_slots, mask)), mask

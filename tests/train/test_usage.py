@@ -12,6 +12,7 @@ import torch
 
 from longspan.attention import kernel as kernels
 from longspan.attention.reference import ReferenceKernel
+from longspan.attention.scores import ScoreChange
 from longspan.comm.hops import Flight, Hop
 from longspan.plan import Shape
 from longspan.train.config import TrainConfig
@@ -40,9 +41,11 @@ class SpyingKernel(ReferenceKernel):
         self.pairs += int(seen.sum()) * q.shape[1]
         self.blocks += sum(bool(seen[i : i + 128, j : j + 128].any()) for i, j in corners) * q.shape[1]
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
         self._count(q, k, *shapes)
-        return super().forward(q, k, v, shapes, scale)
+        return super().forward(q, k, v, shapes, scale, change)
 
     def backward(
         self,
@@ -54,9 +57,10 @@ class SpyingKernel(ReferenceKernel):
         lse: Tensor,
         shapes: Sequence[Shape],
         scale: float,
+        change: ScoreChange | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self._count(q, k, *shapes)
-        return super().backward(dout, q, k, v, out, lse, shapes, scale)
+        return super().backward(dout, q, k, v, out, lse, shapes, scale, change)
 
 
 def spying_post(seen: Counter[str]) -> Callable[..., Flight]:

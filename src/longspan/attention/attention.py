@@ -20,6 +20,8 @@ def attention(
     scale: float | None = None,
     kernel: str = "auto",
     sink: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Softmax attention of this rank's queries over every key of the sequence that the plan's mask lets them see.
 
@@ -27,14 +29,16 @@ def attention(
     dead slots and queries that see nothing. `group` is a process group or 1-D mesh of `plan.ranks` ranks, or for a route of two
     levels a 2-D mesh (outer, inner). `scale` defaults to `D ** -0.5`. `kernel` is "auto", "sdpa" or "reference". `sink (H,)`
     is a learnable logit per head in every row's denominator; its gradient holds what this rank computed, its rows or its
-    heads, like that of any replicated parameter.
+    heads, like that of any replicated parameter. `softcap` c makes a score s `c tanh(s / c)`; `alibi (H,)` then takes
+    `alibi[h] |i - j|` off it, i and j counted on the global token axis. No flash kernel here takes these two: they run on the
+    reference kernel, slowly.
 
     Collective: every rank of the group calls it alike, forward and backward, and the ranks compare what they were given. There
     is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,
     `DisagreementError` if ranks differ, `CommError` if a peer is lost. Else as `scaled_dot_product_attention`, autocast included;
     differentiable once, in reverse mode.
     """
-    return attend(q, k, v, plan.route, share_of(plan, group, kernel), scale, sink)
+    return attend(q, k, v, plan.route, share_of(plan, group, kernel), scale, sink, softcap, alibi)
 
 
 def attend(
@@ -43,8 +47,10 @@ def attend(
     v: torch.Tensor,
     route: str,
     ref: ShareRef,
-    scale: float | None,
-    sink: torch.Tensor | None,
+    scale: float | None = None,
+    sink: torch.Tensor | None = None,
+    softcap: float | None = None,
+    alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention` by a rank's share of a plan. Compiled code goes through it, and is the same for all plans."""
     if route == STAGED:
@@ -55,7 +61,9 @@ def attend(
     refuse_transforms(q, k, v, sink)
     q, k, v = autocast_like_sdpa(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    out, *_ = attention_forward(q, k, v, sink, ref, scale, ref.exchanged)
+    if alibi is not None and alibi.requires_grad:
+        raise SpecError("the slopes of ALiBi are constants, and these require a gradient", hint="give alibi.detach()")
+    out, *_ = attention_forward(q, k, v, sink, alibi, ref, scale, softcap or 0.0, ref.exchanged)
     return out
 
 

@@ -4,6 +4,7 @@ import torch
 
 from longspan.attention.executor import Share
 from longspan.attention.kernel import choose_kernel
+from longspan.attention.scores import ScoreChange
 from longspan.comm.agree import check_agreement
 from longspan.plan import check_heads
 from longspan.spec import LongspanError, SpecError
@@ -12,7 +13,14 @@ Tensor = torch.Tensor
 
 
 def check_call(
-    share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float, agreed: set[str]
+    share: Share,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    change: ScoreChange | None,
+    agreed: set[str],
 ) -> None:
     """Raise `SpecError` if the tensors do not fit the plan.
 
@@ -25,13 +33,16 @@ def check_call(
         _check_tensors(share, q, k, v, sink)
         if not 0 < scale < float("inf"):
             raise SpecError(f"scale={scale} is not a positive number", hint="for a negative scale negate q instead")
-        choose_kernel(share.kernel, q, k, v)
+        _check_change(change, q)
+        choose_kernel(share.kernel, q, k, v, change)
     except LongspanError as error:
         problem = error
     heads_and_dims = (
         f"{q.shape[0]} {tuple(q.shape[1:2])} {tuple(k.shape[1:2])} {tuple(q.shape[3:])} {tuple(v.shape[3:])}"
     )
-    check_together(share, agreed, q.device, f"{heads_and_dims} {q.dtype} {scale} {sink is not None}", problem)
+    check_together(
+        share, agreed, q.device, f"{heads_and_dims} {q.dtype} {scale} {sink is not None} {_described(change)}", problem
+    )
 
 
 def check_together(
@@ -45,6 +56,25 @@ def check_together(
             return
     check_agreement(share.group, {"plans": share.digest, "shapes, types or scales": call.encode()}, problem)
     agreed.add(call)
+
+
+def _check_change(change: ScoreChange | None, q: Tensor) -> None:
+    if change is None:
+        return
+    if not 0 <= change.softcap < float("inf"):
+        raise SpecError(f"softcap={change.softcap} is not a positive number", hint="use softcap=None for no cap")
+    slopes = change.slopes
+    if slopes is not None and (
+        slopes.shape != (q.shape[1],) or not slopes.is_floating_point() or slopes.device != q.device
+    ):
+        raise SpecError(
+            f"alibi is {tuple(slopes.shape)} {slopes.dtype} on {slopes.device}",
+            hint=f"give a slope for each of the {q.shape[1]} query heads, floating, on {q.device}",
+        )
+
+
+def _described(change: ScoreChange | None) -> str:
+    return "" if change is None else f"softcap {change.softcap} alibi {change.slopes is not None}"
 
 
 def _check_tensors(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:

@@ -168,9 +168,11 @@ class Sequence:
         mask: str | None = None,
         scale: float | None = None,
         sink: Tensor | None = None,
+        softcap: float | None = None,
+        alibi: Tensor | None = None,
     ) -> Tensor:
         """`longspan.attention` by the plan of the mask of that name, which may be left out if there is only one."""
-        return attend(q, k, v, self.cp.route, self._shares[self._named(mask)], scale, sink)
+        return attend(q, k, v, self.cp.route, self._shares[self._named(mask)], scale, sink, softcap, alibi)
 
     def projected_attention(
         self,

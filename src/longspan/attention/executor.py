@@ -8,17 +8,20 @@ Partial results are merged in the plan's order, in at least fp32.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
+import numpy as np
 import torch
 
 from longspan.attention.heads import GroupedKernel, HeadExchange
 from longspan.attention.kernel import Kernel, Launch, choose_kernel, launches
 from longspan.attention.merge import sink_gradient
 from longspan.attention.rows import Group, KVGradient, Lane, ReturningGradients, Rows, arriving_rows
+from longspan.attention.scores import ScoreChange
 from longspan.attention.sums import Gradient, Output
 from longspan.comm.traffic import Call, call
-from longspan.plan import HeadShare, Plan, RankPlan, Stage, Step
+from longspan.plan import HeadShare, Layout, Plan, RankPlan, Stage, Step
 
 Tensor = torch.Tensor
 
@@ -32,10 +35,11 @@ class Share:
     seq_len: int
     heads: tuple[int, int] | None
     wire_dtype: str | None
+    row_layout: Layout
     digest: bytes
     group: Group
     kernel: str
-    kept: dict[object, list[Launch]] = field(default_factory=dict, compare=False, repr=False)
+    kept: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def whole_heads(self) -> HeadShare:
@@ -48,30 +52,63 @@ class Share:
         key = (id(step), kernel.name, q.device, q.dtype, q.shape[0] == 1, backward)
         if key not in self.kept:
             self.kept[key] = launches(kernel, step.tiles, q, backward)
-        return self.kept[key]
+        made: list[Launch] = self.kept[key]
+        return made
+
+    def at(self, change: ScoreChange | None, step: Step, launch: Launch, device: torch.device) -> ScoreChange | None:
+        """The change to the scores of one call, where these are on the token axis."""
+        if change is None or change.slopes is None:
+            return change
+        own: Step = self.work.stages[0].steps[0]
+        rows, keys = self._places(own, device), self._places(step, device)
+        return replace(change, rows=rows[launch.q0 : launch.q1], keys=keys[launch.k0 : launch.k1])
+
+    def _places(self, step: Step, device: torch.device) -> Tensor:
+        key = ("places", id(step), device)
+        if key not in self.kept:
+            slots = self.row_layout.positions(step.source)
+            self.kept[key] = torch.from_numpy(np.concatenate([slots[a:b] for a, b in step.held])).to(device)
+        places: Tensor = self.kept[key]
+        return places
 
     @classmethod
     def of(cls, plan: Plan, rank: int, group: Group, kernel: str) -> "Share":
         return cls(
-            plan.rank_plan(rank), plan.route, plan.seq_len, plan.heads, plan.wire_dtype, plan.digest, group, kernel
+            plan.rank_plan(rank),
+            plan.route,
+            plan.seq_len,
+            plan.heads,
+            plan.wire_dtype,
+            plan.row_layout,
+            plan.digest,
+            group,
+            kernel,
         )
 
 
 def run_forward(
-    share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, scale: float
+    share: Share,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` like q, lse of the rows computed here,
     and what backward needs in place of q, k, v and out where heads were exchanged (else nothing)."""
     q, k, v = map(_dense_rows, (q, k, v))
-    kernel = choose_kernel(share.kernel, q, k, v)
+    kernel = choose_kernel(share.kernel, q, k, v, change)
     with call("forward", share.route, kernel.name, share.work.rank, q.device) as meter:
         exchange = HeadExchange.of(share.work, share.group, meter)
         if exchange is None:
-            out, lse = attend_rows(share, kernel, (q, k, v), sink, scale, meter)
+            out, lse = attend_rows(share, kernel, (q, k, v), sink, scale, meter, change)
             return out, lse, []
         kernel = GroupedKernel.of(kernel, exchange.share)
         together = exchange.gather(q, k, v, share.wire_dtype)
-        out, lse = attend_rows(share, kernel, together, exchange.own_heads(sink), scale, meter)
+        out, lse = attend_rows(
+            share, kernel, together, exchange.own_heads(sink), scale, meter, exchange.own_change(change)
+        )
         (local_out,) = exchange.back([out], [], q.dtype)
         return local_out, lse, [*together, out]
 
@@ -86,20 +123,21 @@ def run_backward(
     lse: Tensor,
     sink: Tensor | None,
     scale: float,
+    change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v, shaped and typed like the local ones, and of the sink `(H,)` from the rows and heads computed here
     (`(0,)` without one). q, k, v, out are what forward gave in their place, where it did."""
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
-    kernel = choose_kernel(share.kernel, q, k, v)
+    kernel = choose_kernel(share.kernel, q, k, v, change)
     with call("backward", share.route, kernel.name, share.work.rank, q.device) as meter:
         exchange = HeadExchange.of(share.work, share.group, meter)
         if exchange is None:
-            return differentiate_rows(share, kernel, dout, (q, k, v), out, lse, sink, scale, meter)
+            return differentiate_rows(share, kernel, dout, (q, k, v), out, lse, sink, scale, meter, change)
         kernel = GroupedKernel.of(kernel, exchange.share)
         (dout,) = exchange.there([dout])
         own_sink, partial = exchange.own_heads(sink), exchange.share.replicates
         dq, dk, dv, dsink = differentiate_rows(
-            share, kernel, dout, (q, k, v), out, lse, own_sink, scale, meter, partial
+            share, kernel, dout, (q, k, v), out, lse, own_sink, scale, meter, exchange.own_change(change), partial
         )
         del dout
         dq, dk, dv = exchange.back([dq], [dk, dv], q.dtype)
@@ -107,7 +145,13 @@ def run_backward(
 
 
 def attend_rows(
-    share: Share, kernel: Kernel, qkv: tuple[Tensor, Tensor, Tensor], sink: Tensor | None, scale: float, meter: Call
+    share: Share,
+    kernel: Kernel,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sink: Tensor | None,
+    scale: float,
+    meter: Call,
+    change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of the queries at hand over the rows that come by."""
     q, k, v = qkv
@@ -118,8 +162,9 @@ def attend_rows(
         for launch in share.launches(kernel, step, q):
             with meter.spend("kernels"):
                 out, lse = kernel.forward(
-                    _queries(q, launch), _keys(rows[0], launch), _keys(rows[1], launch), launch.shapes, scale
-                )
+                    _queries(q, launch), _keys(rows[0], launch), _keys(rows[1], launch), launch.shapes, scale,
+                    share.at(change, step, launch, q.device),
+                )  # fmt: skip
             _count(meter, launch)
             with lane.after(out, lse), meter.spend("merging"):
                 result.add(launch.q0, launch.q1, out, lse)
@@ -142,6 +187,7 @@ def differentiate_rows(
     sink: Tensor | None,
     scale: float,
     meter: Call,
+    change: ScoreChange | None = None,
     partial: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the rows and heads at hand; dk, dv as wide as they were summed if they are `partial`, terms of a sum.
@@ -159,6 +205,7 @@ def differentiate_rows(
                 dq_tile, dk_tile, dv_tile = kernel.backward(
                     _queries(dout, launch), _queries(q, launch), _keys(rows[0], launch), _keys(rows[1], launch),
                     _queries(out, launch), _queries(lse, launch), launch.shapes, scale,
+                    share.at(change, step, launch, q.device),
                 )  # fmt: skip
             _count(meter, launch)
             with lane.after(dq_tile, dk_tile, dv_tile):

@@ -15,6 +15,7 @@ import torch
 from longspan.attention.kernel import Kernel
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.rows import Group, in_one_piece
+from longspan.attention.scores import ScoreChange
 from longspan.attention.wire import WIRES
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import Call
@@ -106,6 +107,10 @@ class HeadExchange:
         """The sinks of this member's query heads."""
         return None if sink is None else sink[slice(*self.share.query[self.share.member])]
 
+    def own_change(self, change: ScoreChange | None) -> ScoreChange | None:
+        """The change to the scores of this member's query heads."""
+        return change and change.of_heads(slice(*self.share.query[self.share.member]))
+
     def all_heads(self, dsink: Tensor) -> Tensor:
         """The gradient of this member's sinks among zeros for all others."""
         full = dsink.new_zeros(self.share.query[-1][1])
@@ -164,8 +169,8 @@ class GroupedKernel:
     def name(self) -> str:
         return self.kernel.name
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        return self.kernel.refusal(q, k, v)
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
+        return self.kernel.refusal(q, k, v, change)
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
         return self.kernel.split(tile, device, dtype, backward)
@@ -173,10 +178,12 @@ class GroupedKernel:
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
         return self.kernel.joins(first, second, device)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
         parts = [
-            self.kernel.forward(q[:, slice(*h)], k[:, slice(*c)], v[:, slice(*c)], shapes, scale)
-            for h, c in self.blocks
+            self.kernel.forward(q[:, query], k[:, kv], v[:, kv], shapes, scale, change and change.of_heads(query))
+            for query, kv in self._slices
         ]
         out, lse = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
         return out, lse
@@ -191,17 +198,21 @@ class GroupedKernel:
         lse: Tensor,
         shapes: Sequence[Shape],
         scale: float,
+        change: ScoreChange | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        parts = []
-        for h, c in self.blocks:
-            query, kv = slice(*h), slice(*c)
-            parts.append(
-                self.kernel.backward(
-                    dout[:, query], q[:, query], k[:, kv], v[:, kv], out[:, query], lse[:, query], shapes, scale
-                )
+        parts = [
+            self.kernel.backward(
+                dout[:, query], q[:, query], k[:, kv], v[:, kv], out[:, query], lse[:, query], shapes, scale,
+                change and change.of_heads(query),
             )
+            for query, kv in self._slices
+        ]  # fmt: skip
         dq, dk, dv = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
         return dq, dk, dv
+
+    @property
+    def _slices(self) -> list[tuple[slice, slice]]:
+        return [(slice(*query), slice(*kv)) for query, kv in self.blocks]
 
 
 def _at(x: Tensor, place: Place) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from longspan.attention.reference import ReferenceKernel
+from longspan.attention.scores import ScoreChange
 from longspan.attention.sdpa import SdpaKernel
 from longspan.plan import Shape, Tile
 from longspan.plan import bands as algebra
@@ -29,8 +30,8 @@ class Kernel(Protocol):
     @property
     def name(self) -> str: ...
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
-        """Why tensors of these types, dims and devices cannot be computed, or None."""
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
+        """Why tensors of these types, dims and devices, or scores changed like this, cannot be computed, or None."""
         ...
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
@@ -41,7 +42,9 @@ class Kernel(Protocol):
         """Whether a tile of the second shape goes into a call whose first is of the first shape, for a batch of 1."""
         ...
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`(B, H, num_q, D), (B, K, num_k, D), (B, K, num_k, Dv)` -> out `(B, H, num_q, Dv)`, lse `(B, H, num_q)`.
 
         Of one tile, or of several that `joins` allows: their rows one after the other, their keys too, and none sees another's.
@@ -60,6 +63,7 @@ class Kernel(Protocol):
         lse: Tensor,
         shapes: Sequence[Shape],
         scale: float,
+        change: ScoreChange | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv of these tiles alone, given the final `out` and `lse` of its rows over all keys of the sequence; in the
         inputs' type or a wider one."""
@@ -113,14 +117,14 @@ def check_kernel_name(name: str) -> str:
     return name
 
 
-def choose_kernel(name: str, q: Tensor, k: Tensor, v: Tensor) -> Kernel:
+def choose_kernel(name: str, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> Kernel:
     """The kernel of that name, or for "auto" the first that can compute these tensors."""
     if name == "auto":
         for kernel in KERNELS.values():
-            if kernel.refusal(q, k, v) is None:
+            if kernel.refusal(q, k, v, change) is None:
                 return kernel
         name = "reference"
     kernel = KERNELS[check_kernel_name(name)]
-    if (reason := kernel.refusal(q, k, v)) is not None:
+    if (reason := kernel.refusal(q, k, v, change)) is not None:
         raise SpecError(f"kernel {kernel.name!r} cannot compute this: {reason}", hint='use kernel="auto"')
     return kernel

@@ -1,7 +1,7 @@
 """The executor as registered operators, so that compiled code and selective checkpointing see two calls and no internals.
 
-    longspan::attention_forward    q, k, v, sink, share, scale -> out, lse, what backward needs of exchanged heads
-    longspan::attention_backward   dout, q, k, v, out, lse, sink, share, scale -> dq, dk, dv, dsink
+    longspan::attention_forward    q, k, v, ..., share, ... -> out, lse, what backward needs of exchanged heads
+    longspan::attention_backward   dout, q, k, v, out, lse, ..., share, ... -> dq, dk, dv, dsink
 
 Plan and group travel in a `Share`, registered as an opaque reference: one compilation serves every plan. This is the only file
 that touches that private registry.
@@ -17,6 +17,7 @@ from longspan.attention.checks import check_call
 from longspan.attention.executor import Share, run_backward, run_forward
 from longspan.attention.merge import accumulation_dtype
 from longspan.attention.modes import without_autocast
+from longspan.attention.scores import ScoreChange
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
@@ -41,13 +42,22 @@ register_opaque_type(
 
 @torch.library.custom_op("longspan::attention_forward", mutates_args=())
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ref: ShareRef, scale: float, exchanged: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    alibi: Tensor | None,
+    ref: ShareRef,
+    scale: float,
+    softcap: float,
+    exchanged: list[int],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Out `(B, H, T, Dv)` of local shards; lse, and q, k, v, out in place of the local ones if heads are exchanged, of the rows
     computed here. Sends and receives."""
-    check_call(ref.share, q, k, v, sink, scale, ref.agreed)
+    change = ScoreChange.of(softcap, alibi)
+    check_call(ref.share, q, k, v, sink, scale, change, ref.agreed)
     with without_autocast(q.device):
-        return run_forward(ref.share, q, k, v, sink, scale)
+        return run_forward(ref.share, q, k, v, sink, scale, change)
 
 
 @torch.library.custom_op("longspan::attention_backward", mutates_args=())
@@ -59,18 +69,28 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     sink: Tensor | None,
+    alibi: Tensor | None,
     ref: ShareRef,
     scale: float,
+    softcap: float,
     exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the sink (empty without one). Sends and receives, whichever of them are wanted."""
     with without_autocast(q.device):
-        return run_backward(ref.share, dout, q, k, v, out, lse, sink, scale)
+        return run_backward(ref.share, dout, q, k, v, out, lse, sink, scale, ScoreChange.of(softcap, alibi))
 
 
 @attention_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, ref: ShareRef, scale: float, exchanged: list[int]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    alibi: Tensor | None,
+    ref: ShareRef,
+    scale: float,
+    softcap: float,
+    exchanged: list[int],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     B, H, T, D = q.shape
     Dv, wide = v.shape[3], accumulation_dtype(q.dtype)
@@ -91,8 +111,10 @@ def _(
     out: Tensor,
     lse: Tensor,
     sink: Tensor | None,
+    alibi: Tensor | None,
     ref: ShareRef,
     scale: float,
+    softcap: float,
     exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
@@ -105,23 +127,25 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, sink, ctx.ref, ctx.scale, ctx.exchanged = inputs
+    q, k, v, sink, alibi, ctx.ref, ctx.scale, ctx.softcap, ctx.exchanged = inputs
     out, lse, together = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, *together)
-    ctx.save_for_backward(*(together or (q, k, v, out)), lse, sink)
+    ctx.save_for_backward(*(together or (q, k, v, out)), lse, sink, alibi)
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse, sink = ctx.saved_tensors
+    q, k, v, out, lse, sink, alibi = ctx.saved_tensors
     none: Any = None if ctx.exchanged else []  # torch takes an empty list for one of tensors
     if dout is None:
-        return (*[None] * 6, none)
-    dq, dk, dv, dsink = attention_backward(dout, q, k, v, out, lse, sink, ctx.ref, ctx.scale, ctx.exchanged)
+        return (*[None] * 8, none)
+    dq, dk, dv, dsink = attention_backward(
+        dout, q, k, v, out, lse, sink, alibi, ctx.ref, ctx.scale, ctx.softcap, ctx.exchanged
+    )
     wanted = [
         grad if needed else None for grad, needed in zip((dq, dk, dv, dsink), ctx.needs_input_grad[:4], strict=True)
     ]
-    return (*wanted, None, None, none)
+    return (*wanted, None, None, None, None, none)
 
 
 def _refuse(ctx: Any, *_: Any) -> tuple[Any, ...]:

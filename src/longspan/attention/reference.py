@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from longspan.attention.scores import ScoreChange
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -20,7 +21,7 @@ class ReferenceKernel:
 
     name = "reference"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
         return None if q.is_floating_point() else f"{q.dtype} is not a floating type"
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
@@ -29,13 +30,15 @@ class ReferenceKernel:
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
         return False
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
         (shape,) = shapes
         keys, values = _wide(k), _wide(v)
         out = q.new_empty(*q.shape[:3], v.shape[3])
         lse = keys.new_empty(q.shape[:3])
         for rows in _blocks(shape):
-            scores = _scores(q[:, :, rows], keys, shape, rows, scale)
+            scores, _ = _scores(q[:, :, rows], keys, shape, rows, scale, change)
             lse[:, :, rows] = torch.logsumexp(scores, dim=-1).flatten(1, 2)
             weights = torch.softmax(scores, dim=-1)
             out[:, :, rows] = (weights @ values.unsqueeze(2)).flatten(1, 2).to(out.dtype)
@@ -51,19 +54,22 @@ class ReferenceKernel:
         lse: Tensor,
         shapes: Sequence[Shape],
         scale: float,
+        change: ScoreChange | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         (shape,) = shapes
         keys, values = _wide(k), _wide(v)
         num_kv = k.shape[1]
         dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         for rows in _blocks(shape):
-            scores = _scores(q[:, :, rows], keys, shape, rows, scale)
+            scores, derivative = _scores(q[:, :, rows], keys, shape, rows, scale, change)
             weights = torch.exp(scores - _grouped(lse[:, :, rows].to(scores.dtype), num_kv).unsqueeze(-1))
             dout_rows = _grouped(_wide(dout[:, :, rows]), num_kv)
             out_rows = _grouped(_wide(out[:, :, rows]), num_kv)
             dv += (weights.mT @ dout_rows).sum(2)
             delta = (dout_rows * out_rows).sum(-1, keepdim=True)
             dscores = weights * (dout_rows @ values.unsqueeze(2).mT - delta) * scale
+            if derivative is not None:
+                dscores *= derivative
             dq[:, :, rows] = (dscores @ keys.unsqueeze(2)).flatten(1, 2).to(dq.dtype)
             dk += (dscores.mT @ _grouped(_wide(q[:, :, rows]), num_kv)).sum(2)
         return dq, dk, dv
@@ -74,11 +80,15 @@ def _blocks(shape: Shape) -> Iterator[slice]:
         yield slice(start, min(start + _BLOCK, shape.num_q))
 
 
-def _scores(q: Tensor, keys: Tensor, shape: Shape, rows: slice, scale: float) -> Tensor:
-    """Scores `(B, K, H / K, rows, num_k)`, -inf where the band does not see."""
-    scores = _grouped(_wide(q), keys.shape[1]) @ keys.unsqueeze(2).mT * scale
+def _scores(
+    q: Tensor, keys: Tensor, shape: Shape, rows: slice, scale: float, change: ScoreChange | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scores `(B, K, H / K, rows, num_k)`, -inf where the band does not see; the derivative of a change by them."""
+    scores, derivative = _grouped(_wide(q), keys.shape[1]) @ keys.unsqueeze(2).mT * scale, None
+    if change is not None:
+        scores, derivative = change.apply_(scores, rows)
     away = torch.arange(rows.start, rows.stop, device=q.device)[:, None] - torch.arange(shape.num_k, device=q.device)
-    return scores.masked_fill_((away < shape.lo) | (away > shape.hi), float("-inf"))
+    return scores.masked_fill_((away < shape.lo) | (away > shape.hi), float("-inf")), derivative
 
 
 def _grouped(x: Tensor, num_kv: int) -> Tensor:

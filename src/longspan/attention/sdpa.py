@@ -12,6 +12,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from longspan.attention.scores import ScoreChange
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -34,7 +35,9 @@ class SdpaKernel:
 
     name = "sdpa"
 
-    def refusal(self, q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
+        if change is not None:
+            return "flash attention takes scores as they are: no soft-cap, no ALiBi"
         if k.shape[3] != v.shape[3]:
             return f"keys have dim {k.shape[3]} and values {v.shape[3]}; flash attention takes equal ones"
         if q.device.type == "cpu":
@@ -56,7 +59,9 @@ class SdpaKernel:
         # As a batch of equal tiles on CPU; on CUDA as sequences of any length under the window of the first.
         return _within(_window(first), second) if device.type == "cuda" else first == second
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
         if q.device.type == "cuda":
             return _cuda_forward(q, k, v, shapes, scale)
         q, k, v = (_as_batch(x, len(shapes)) for x in (q, k, v))
@@ -74,6 +79,7 @@ class SdpaKernel:
         lse: Tensor,
         shapes: Sequence[Shape],
         scale: float,
+        change: ScoreChange | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.device.type == "cuda":
             return _cuda_backward(dout, q, k, v, out, lse, shapes, scale)

@@ -10,9 +10,8 @@ left, a rank takes some of the top and some of the bottom of a document: one alo
 """
 
 import heapq
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,8 +32,8 @@ _EVEN = 0.01
 def balanced_spans(density: Density, ranks: int, slots: int | None = None, whole_below: int = 0) -> Array:
     """Spans `(n, 3)` of owner, start, stop, sorted by owner and start.
 
-    Token counts differ by one at most. They may differ by more where documents shorter than `whole_below` would be cut for
-    that, or any that `slots` leave room for, or where all documents have one length and ranks get four or more of them.
+    Token counts differ by one at most, but where documents shorter than `whole_below` would be cut for that, or short ones for
+    which `slots` leave room (up to 1% above the mean), or where all have one length and ranks get four or more of them.
     """
     size, longer = divmod(density.seq_len, ranks)
     share = [size + (rank < longer) for rank in range(ranks)]
@@ -43,7 +42,8 @@ def balanced_spans(density: Density, ranks: int, slots: int | None = None, whole
     if (lengths == lengths[0]).all() and lengths[0] <= _SHORT * size:
         each, more = divmod(len(lengths), ranks)
         even = [int(lengths[0]) * (each + (rank < more)) for rank in range(ranks)]
-        share = even if slots is None or even[0] <= slots else share
+        if slots is None or even[0] <= slots:
+            share, whole_below = even, max(whole_below, int(lengths[0]) + 1)
     limit = max(_SHORT * size, whole_below - 1)
     short = lengths <= limit
     shorts = documents[short][np.argsort(-lengths[short], kind="stable")].tolist()
@@ -51,7 +51,8 @@ def balanced_spans(density: Density, ranks: int, slots: int | None = None, whole
     holes = _Pouring(density, share, longs, fluid=shorts).holes
     dealt, rest = _deal(shorts, holes, share, slots, whole_below)
     pouring = _Pouring(density, share, longs + rest, dealt)
-    _even_out(density, pouring.taken, pouring.pairs, limit)
+    for longer_than in (limit, whole_below - 1):  # a short document is cut only where the long ones do not do
+        _even_out(density, pouring.taken, pouring.pairs, longer_than)
     return _joined(pouring.taken)
 
 
@@ -62,6 +63,13 @@ def _deal(
 
     Also returns the rest, which has to be cut.
     """
+
+    def spare(rank: int, length: int) -> float:
+        """Tokens that a rank may have beyond its share, so that a document of that length stays whole."""
+        if length < whole_below:
+            return length if slots is None else slots - share[rank]
+        return 0 if slots is None else min(slots - share[rank], _EVEN * share[rank])
+
     dealt: list[list[Run]] = [[] for _ in share]
     left = list(share)
     heap = [(-hole, rank) for rank, hole in enumerate(holes)]
@@ -80,7 +88,7 @@ def _deal(
     for start, stop in waiting:
         tokens, rank = heap[0]
         over = stop - start + tokens  # tokens that the rank would have beyond its share
-        if over <= 0 or (over <= slots - share[rank] if slots is not None else stop - start < whole_below):
+        if over <= spare(rank, stop - start):
             heapq.heapreplace(heap, (tokens + stop - start, rank))
             dealt[rank].append((start, stop))
         else:
@@ -104,7 +112,8 @@ class _Pouring:
     ) -> None:
         ranks = len(share)
         self._between = density.between
-        self._whole = sorted((start - stop, start, stop) for start, stop in documents)  # longest first
+        # The densest last token first; of equals the longest.
+        self._whole = sorted((-density.between(stop - 1, stop), start - stop, start, stop) for start, stop in documents)
         self._cut: list[Run] = []
         self._fluid = sum(stop - start for start, stop in fluid)
         self._thin = density.within(fluid) / max(self._fluid, 1)
@@ -134,9 +143,10 @@ class _Pouring:
         """The document whose last tokens, as many as the rank lacks, see most."""
         index = max(range(len(self._cut)), key=lambda i: self._top(*self._cut[i], self._tokens), default=None)
         if self._whole:
-            _, start, stop = self._whole[0]
+            start, stop = self._whole[0][2:]
             if index is None or self._top(start, stop, self._tokens) >= self._top(*self._cut[index], self._tokens):
-                return self._whole.pop(0)[1:]
+                del self._whole[0]
+                return start, stop
         assert index is not None, "some document is left"
         return self._cut.pop(index)
 
@@ -159,9 +169,9 @@ class _Pouring:
 
     def _dilute(self, start: int, stop: int) -> None:
         """Take tokens that see little, while the top of the document at hand still suffices for the pairs that are lacking."""
-        index = bisect_left(self._whole, (-self._tokens,))
+        index = 0
         while index < len(self._whole) and self._tokens > 0:
-            length, first, last = self._whole[index]
+            _, length, first, last = self._whole[index]
             pairs = self._pairs - self._between(first, last)
             if -length <= self._tokens and 0 <= pairs <= self._top(start, stop, self._tokens + length):
                 del self._whole[index]
@@ -184,8 +194,8 @@ class _Pouring:
         run = min(mean, key=mean.__getitem__, default=None)
         if run is not None and mean[run] < self._mean:
             self._cut.remove(run)
-        elif self._whole and self._between(*self._whole[-1][1:]) < self._mean * -self._whole[-1][0]:
-            run = self._whole.pop()[1:]
+        elif self._whole and self._between(*self._whole[-1][2:]) < self._mean * -self._whole[-1][1]:
+            run = self._whole.pop()[2:]
         else:
             return False
         low, high = run
@@ -220,50 +230,60 @@ class _Pouring:
             self._cut.append((start, stop))
 
 
-def _even_out(density: Density, taken: list[list[Run]], pairs: list[int], limit: float) -> None:
+def _even_out(density: Density, taken: list[list[Run]], pairs: list[int], longer_than: float) -> None:
     """Let the rank with most pairs swap a dense end for a sparse beginning of the one with fewest, until they are even.
 
-    Runs of up to `limit` tokens, short documents among them, stay as they are where there are others.
+    Runs up to `longer_than` tokens stay as they are.
     """
-
-    def of(rank: int) -> list[Run]:
-        return [run for run in taken[rank] if run[1] - run[0] > limit] or taken[rank]
-
-    ranks = [rank for rank, runs in enumerate(taken) if runs]
-    mean = sum(pairs) / len(ranks)
+    mean = sum(pairs) / sum(map(bool, taken))
+    if max(pairs) <= (1 + _EVEN) * mean:
+        return
+    kept = [[run for run in runs if run[1] - run[0] <= longer_than] for runs in taken]
+    free = [density.rising([run for run in runs if run[1] - run[0] > longer_than]) for runs in taken]
+    light_ones = [rank for rank, runs in enumerate(free) if runs]
     between = density.between
-    for _ in range(2 * len(ranks)):
-        heavy, light = max(ranks, key=pairs.__getitem__), min(ranks, key=pairs.__getitem__)
-        if pairs[heavy] <= (1 + _EVEN) * mean:
+    for _ in range(2 * len(taken)):
+        heavy = max(range(len(taken)), key=pairs.__getitem__)
+        if pairs[heavy] <= (1 + _EVEN) * mean or not free[heavy]:
             break
-        dense = max(of(heavy), key=lambda run: between(run[1] - 1, run[1]))
-        swaps = {run: _Swap(density, dense, run) for run in of(light)}
-        sparse = max(swaps, key=lambda run: swaps[run].gain(swaps[run].most))
-        swap = swaps[sparse]
+        light = min(light_ones, key=pairs.__getitem__)
+        dense = max(free[heavy], key=lambda run: between(run[1] - 1, run[1]))
+        sparse = _best_for(dense, free[light], between)
+        swap = _Swap(between, dense, sparse)
         n = _least(swap.gain, swap.most, min(pairs[heavy] - mean, mean - pairs[light]))
+        n = max(0, n - (swap.gain(n) >= pairs[heavy] - pairs[light]))
         if (moved := swap.gain(n)) <= 0:
             break
-        _replace(taken[heavy], dense, (dense[0], dense[1] - n), (sparse[0], sparse[0] + n))
-        _replace(taken[light], sparse, (sparse[0] + n, sparse[1]), (dense[1] - n, dense[1]))
+        _replace(free[heavy], dense, (dense[0], dense[1] - n), (sparse[0], sparse[0] + n))
+        _replace(free[light], sparse, (sparse[0] + n, sparse[1]), (dense[1] - n, dense[1]))
         pairs[heavy] -= moved
         pairs[light] += moved
+    taken[:] = [stay + swapped for stay, swapped in zip(kept, free, strict=True)]
 
 
-@dataclass(frozen=True)
-class _Swap:
+def _best_for(dense: Run, runs: Sequence[Run], between: Callable[[int, int], int]) -> Run:
+    """Of `runs` the one whose beginning promises most in a swap with the end of `dense`: its tokens by what the first moves."""
+    tokens, most = dense[1] - dense[0], between(dense[1] - 1, dense[1])
+    return max(runs, key=lambda run: min(tokens, run[1] - run[0]) * (most - between(run[0], run[0] + 1)))
+
+
+class _Swap(NamedTuple):
     """Tokens at the end of one run for as many at the beginning of another: what it moves."""
 
-    density: Density
+    between: Callable[[int, int], int]
     dense: Run
     sparse: Run
 
     @property
     def most(self) -> int:
-        return min(self.dense[1] - self.dense[0], self.sparse[1] - self.sparse[0])
+        """As many as the ones at the end see more than those they go for: `gain` rises up to here."""
+        between, end, begin = self.between, self.dense[1], self.sparse[0]
+        room = min(end - self.dense[0], self.sparse[1] - begin)
+        return _least(lambda n: between(begin + n, begin + n + 1) - between(end - n - 1, end - n), room, 0)
 
     def gain(self, n: int) -> int:
-        between = self.density.between
-        return between(self.dense[1] - n, self.dense[1]) - between(self.sparse[0], self.sparse[0] + n)
+        end, begin = self.dense[1], self.sparse[0]
+        return self.between(end - n, end) - self.between(begin, begin + n)
 
 
 def _replace(runs: list[Run], run: Run, *parts: Run) -> None:

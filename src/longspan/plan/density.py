@@ -5,9 +5,9 @@ Along the queries a band's count of keys is a few straight pieces; so is the sum
 causal, 5 tokens   1 2 3 4 5        window 3   1 2 3 3 3        up to token 3   6
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -45,9 +45,10 @@ class Density:
         sums = np.concatenate(([0], np.cumsum(value[:-1] * width + slope[:-1] * (width * (width - 1) // 2))))
         self._arrays = edges, value, slope, sums
         self._lists = tuple(array.tolist() for array in self._arrays)
+        self.before = cache(self._before)
+        """Pairs of all queries before a token. The same edges are asked for again and again."""
 
-    def before(self, token: int) -> int:
-        """Pairs of all queries before `token`."""
+    def _before(self, token: int) -> int:
         edges, value, slope, sums = self._lists
         index = bisect_right(edges, token) - 1
         n = token - edges[index]
@@ -65,6 +66,24 @@ class Density:
         n = tokens - edges[index]
         before = sums[index] + n * value[index] + n * (n - 1) // 2 * slope[index]
         return int((before[:, 1] - before[:, 0]).sum())
+
+    def rising(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """These runs, cut where a query sees fewer keys than the one before it: between answers to one prompt, for instance."""
+        if not self._falls:
+            return list(runs)
+        parts: list[tuple[int, int]] = []
+        for start, stop in runs:
+            inside = self._falls[bisect_right(self._falls, start) : bisect_left(self._falls, stop)]
+            parts += zip([start, *inside], [*inside, stop], strict=True)
+        return parts
+
+    @cached_property
+    def _falls(self) -> list[int]:
+        """Where keys in sight become fewer by a jump within a piece, in order."""
+        edges, value, slope, _ = self._arrays
+        last = value[:-1] + slope[:-1] * (np.diff(edges) - 1)
+        falls = edges[1:][value[1:] < last + np.minimum(np.minimum(slope[:-1], slope[1:]), 0)]
+        return np.setdiff1d(falls, self.pieces[:, 0]).tolist()
 
     @property
     def total(self) -> int:

@@ -81,10 +81,10 @@ def direct_stages(
         rows = sum(stop - start for start, stop in runs)
         all_rows = Transfer(holder, ((0, rows),))
         block = renumber(tiles[bounds[holder] : bounds[holder + 1]], runs)
-        return Step(holder, rows, block, recv=all_rows, home_send=all_rows)
+        return Step(holder, rows, block, runs, recv=all_rows, home_send=all_rows)
 
-    own = tuple(Tile(*row) for row in tiles[bounds[rank] : bounds[rank + 1]].tolist())
-    stages = [Stage((Step(rank, layout.num_slots(rank), own),))]
+    own, slots = tuple(Tile(*row) for row in tiles[bounds[rank] : bounds[rank + 1]].tolist()), layout.num_slots(rank)
+    stages = [Stage((Step(rank, slots, own, ((0, slots),)),))]
     for group in groups:
         peers = [(rank + d) % ranks for d in group]
         holders = [(rank - d) % ranks for d in group]

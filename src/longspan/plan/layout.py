@@ -1,7 +1,7 @@
 """Which rank holds which tokens: an ordered list of spans per rank.
 
 contiguous   0 0 0 0 1 1 1 1        zigzag   0 0 1 1 1 1 0 0        striped   0 1 0 1 0 1 0 1
-balanced     by the masks: of documents 4 + 2 + 2   1 1 0 0 0 0 1 1, say
+balanced     by the masks: of documents 4 + 2 + 2   1 1 1 0 0 0 0 1
 """
 
 from collections.abc import Sequence
@@ -86,7 +86,7 @@ class Layout:
 
         Several masks over the same tokens count by their `weights`: the number of layers that use each. Token counts differ
         by one at most, but where documents shorter than `whole_below` stay whole instead, or where `slots` leave room to keep
-        one whole, or where there are four or more documents a rank and all have one length: then by a document.
+        one whole (up to 1% of a share), or where there are four or more documents a rank and all have one length: then by one.
         """
         masks = [mask] if isinstance(mask, Mask) else list(mask)
         weights = [1] * len(masks) if weights is None else [whole("weight", weight) for weight in weights]

@@ -150,11 +150,16 @@ class Plan:
                 total += share.heads.bytes_there(out, 0) + share.heads.bytes_back(query, grad)
         return total
 
+    @property
+    def row_layout(self) -> Layout:
+        """The layout among whose shards rows travel: that of the groups that exchange heads, else the plan's own."""
+        return self._work.merged
+
     @cached_property
     def areas(self) -> np.ndarray:
         """Visible pairs of every rank, int64 `(ranks,)`; of all heads, though a rank may work on a share of these."""
         groups = [self.degrees.group_of(rank) for rank in range(self.ranks)]
-        return area_by_rank(self._work.merged, self.mask)[groups]
+        return area_by_rank(self.row_layout, self.mask)[groups]
 
     @property
     def imbalance(self) -> float:

@@ -19,7 +19,7 @@ import numpy as np
 from longspan.plan.cut import Demand, demand_of, tiles_of
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
-from longspan.plan.steps import Means, Stage, Step, Tile, Transfer
+from longspan.plan.steps import Means, Runs, Stage, Step, Tile, Transfer
 
 _Row = tuple[int, int, int, int]
 """A run of key slots `(start, stop, near, far)`, distances along the chosen direction."""
@@ -76,7 +76,8 @@ class Ring:
         if distance == 0:
             tiles = tuple(Tile(*row) for row in block.tolist())
             sends = _transfer(following, own, False, lambda near, far: far > 0)
-            return Stage((Step(source, self.layout.num_slots(rank), tiles),), some(sends))
+            slots = self.layout.num_slots(rank)
+            return Stage((Step(source, slots, tiles, ((0, slots),)),), some(sends))
         before = [row for row in self._rows[source] if row[3] >= distance - 1]
         here = [row for row in before if row[3] >= distance]
         if not here and all(row[3] != distance for row in own):
@@ -87,6 +88,7 @@ class Ring:
             source,
             rows,
             renumber(block, [row[:2] for row in here]),
+            _joined(here),
             recv=Transfer(previous, ((0, rows),), arrived.by_head) if arrived else None,
             grad_recv=_transfer(previous, here, True, lambda near, far: near < distance),
             grad_send=_transfer(following, here, True, lambda near, far: near <= distance < far),
@@ -124,6 +126,14 @@ def renumber(block: np.ndarray, here: Sequence[tuple[int, int]]) -> tuple[Tile, 
         shift = shifts[bisect_right(starts, k0) - 1]
         tiles.append(Tile(q0, q1, k0 + shift, k1 + shift, lo - shift, hi - shift))
     return tuple(tiles)
+
+
+def _joined(rows: Sequence[_Row]) -> Runs:
+    """The slots of rows, as runs that do not touch."""
+    runs: list[tuple[int, int]] = []
+    for start, stop, *_ in rows:
+        runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
+    return tuple(runs)
 
 
 def _transfer(

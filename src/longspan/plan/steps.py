@@ -77,6 +77,7 @@ class Transfer:
 class Step:
     """One buffer of `rows` key rows from `source`, filled by `recv` (None: the own shard, or nothing to fill).
 
+    `held` are the slots of `source` that these rows are.
     Backward moves keys and values the same way. The partial gradients of this buffer come from the previous rank
     (`grad_recv`), go on to the next (`grad_send`) and, from the last rank that adds to them, straight home (`home_send`).
     """
@@ -84,6 +85,7 @@ class Step:
     source: int
     rows: int
     tiles: tuple[Tile, ...]
+    held: Runs = ()
     recv: Transfer | None = None
     grad_recv: Transfer | None = None
     grad_send: Transfer | None = None

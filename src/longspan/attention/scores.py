@@ -1,0 +1,48 @@
+"""What may be done to the scores before softmax, besides scaling.
+
+    soft-cap c    s -> c tanh(s / c)                 Gemma 2 (arXiv:2408.00118)
+    ALiBi m       s -> s - m |i - j|, m by head      Press et al. (arXiv:2108.12409); i - j of the global token axis
+
+Both: first the cap, then the bias, as flash-attention has it.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class ScoreChange:
+    """`softcap`, 0 for none; `slopes` `(H,)` of the query heads at hand, with the places of the rows and keys of a tile on the
+    token axis, int64 `(num_q,)` and `(num_k,)`."""
+
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    rows: Tensor | None = None
+    keys: Tensor | None = None
+
+    @classmethod
+    def of(cls, softcap: float, slopes: Tensor | None) -> "ScoreChange | None":
+        """None where nothing is changed."""
+        return None if softcap == 0 and slopes is None else cls(softcap, slopes)
+
+    def of_heads(self, heads: slice) -> "ScoreChange":
+        """The change for some of the query heads."""
+        return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
+
+    def apply_(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
+        """Change scores `(B, K, H / K, num_q, num_k)` of some rows of the tile in place. Also returns what the derivative by the
+        scores is (None: 1)."""
+        derivative = None
+        if self.softcap:
+            scores.div_(self.softcap).tanh_()
+            derivative = 1 - scores.square()
+            scores.mul_(self.softcap)
+        if self.slopes is not None:
+            assert self.rows is not None, "a tile has places on the token axis"
+            assert self.keys is not None, "a tile has places on the token axis"
+            away = (self.rows[rows, None] - self.keys).abs().to(scores.dtype)
+            scores -= self.slopes.to(scores.dtype).view(1, scores.shape[1], -1, 1, 1) * away
+        return scores, derivative
