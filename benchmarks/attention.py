@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.harness import FOREIGN_LIMIT, Spread, Usage, foreign_share, peak_bytes, save
+from benchmarks.harness import FOREIGN_LIMIT, Spread, Usage, foreign_share, freed_here, peak_bytes, save
 from longspan import Layout, Mask, Plan, UpipeAttention, attention, plan_attention, record, shard
 from longspan.comm.launch import launch
 
@@ -57,7 +57,7 @@ class Case:
         return LAYER_ROUTES if self.kind == "layer" else ROUTES
 
     def plan(self, route: str) -> Plan:
-        layout = Layout.zigzag(self.seq_len, 2) if self.window is None else Layout.contiguous(self.seq_len, 2)
+        layout = Layout.zigzag(self.seq_len, 2) if self.window is None else Layout.balanced(self.mask, 2)
         inner = 2 if route == "usp" else None
         return plan_attention(layout, self.mask, route, (self.heads, self.kv_heads), inner)
 
@@ -246,7 +246,8 @@ def _parts(run: Run) -> dict[str, float]:
 
 def _peak(run: Run) -> int:
     """The most a run holds at a time beyond what it returns."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         results = run()
     return peak_bytes(profiler) - sum(x.nbytes for x in results)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 import torch
 
-from benchmarks.harness import peak_bytes, save
+from benchmarks.harness import freed_here, peak_bytes, save
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.data import Batch
 from longspan.train.config import TrainConfig, load_config
@@ -46,7 +46,8 @@ def peak_of_step(config: TrainConfig, cp: int, seq_len: int) -> list[int]:
         generator = torch.Generator().manual_seed(0)
         batch = Batch.from_documents([torch.randint(1, 256, (seq_len,), generator=generator).numpy()])
         step([batch], 0)  # optimizer state and the parameters' buffers exist from here on
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             step([batch], 1)
         peaks = [0] * cp
         torch.distributed.all_gather_object(peaks, peak_bytes(profiler), group=mesh["cp"].get_group())

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Spread, peak_bytes, save
+from benchmarks.harness import Spread, freed_here, peak_bytes, save
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.traffic import record
 from longspan.data import Batch
@@ -78,6 +78,7 @@ def _profiled(step: TrainStep, batch: Batch, cp: int) -> tuple[int, int]:
     """Peak bytes of the worst rank, and rank 0's messages."""
     step([batch], 0)  # optimizer state and the parameters' buffers exist from here on
     with (
+        freed_here(),
         record() as calls,
         torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
     ):
