@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from longspan.attention import sdpa
 from longspan.attention.kernel import launches
 from longspan.attention.sdpa import SdpaKernel
+from longspan.attention.windows import window_of
 from longspan.plan import Mask
 from longspan.plan import bands as algebra
 
@@ -240,7 +241,7 @@ def test_the_window_on_cuda_shows_exactly_the_tiles_pairs(tile):
     stand_in, times = FlashOnCuda(), torch.zeros(400, 400, dtype=torch.int64)
     for part in KERNEL.split(tile, CUDA, torch.bfloat16):
         rows, columns = part.q1 - part.q0, part.k1 - part.k0
-        left, right = sdpa._window(part.shape)
+        left, right = window_of(part.shape)
         q, k = torch.zeros(1, rows, 1, 8), torch.zeros(1, columns, 1, 8)
         call = SimpleNamespace(query=q, key=k, value=k, scale=1.0, window_size_left=left, window_size_right=right)
         times[part.q0 : part.q1, part.k0 : part.k1] += stand_in._math(call)[2][0, 0] == 0

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from longspan.attention.flash2 import FlashAttention2Kernel
 from longspan.attention.reference import ReferenceKernel
 from longspan.attention.scores import ScoreChange
 from longspan.attention.sdpa import SdpaKernel
@@ -107,7 +108,9 @@ def _runs(kernel: Kernel, pieces: Sequence[Tile], q: Tensor) -> Iterator[list[Ti
         yield run
 
 
-KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in (SdpaKernel(), ReferenceKernel())}
+KERNELS: dict[str, Kernel] = {
+    kernel.name: kernel for kernel in (SdpaKernel(), FlashAttention2Kernel(), ReferenceKernel())
+}
 
 
 def check_kernel_name(name: str) -> str:

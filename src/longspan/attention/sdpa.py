@@ -6,13 +6,21 @@
 Both take grouped heads as they are. Tests hold each mode against plain math; the CUDA calls through a stand-in.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate, pairwise
 
 import torch
 
 from longspan.attention.scores import ScoreChange
+from longspan.attention.windows import (
+    heads_first,
+    parts_of,
+    rows_first,
+    sequences,
+    shows,
+    split_for_windows,
+    window_of,
+)
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -53,11 +61,11 @@ class SdpaKernel:
         return None
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
-        return _split_for_cuda(tile) if device.type == "cuda" else _split_for_cpu(tile, dtype, backward)
+        return split_for_windows(tile) if device.type == "cuda" else _split_for_cpu(tile, dtype, backward)
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
         # As a batch of equal tiles on CPU; on CUDA as sequences of any length under the window of the first.
-        return _within(_window(first), second) if device.type == "cuda" else first == second
+        return shows(window_of(first), second) if device.type == "cuda" else first == second
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
@@ -121,9 +129,9 @@ def _split_for_cpu(tile: Tile, dtype: torch.dtype, backward: bool) -> Sequence[T
         return _split_lower(tile, backward)
     if backward:
         width = min(_BAND_COLUMNS[dtype.itemsize], max(shape.hi - shape.lo + 1, _BAND_ROWS))
-        strips = _parts(tile, *((0, shape.num_q, key, key + width) for key in range(0, shape.num_k, width)))
+        strips = parts_of(tile, *((0, shape.num_q, key, key + width) for key in range(0, shape.num_k, width)))
         return [part for strip in strips for part in _split_rows(strip)]
-    blocks = _parts(tile, *((row, row + _BAND_ROWS, 0, shape.num_k) for row in range(0, shape.num_q, _BAND_ROWS)))
+    blocks = parts_of(tile, *((row, row + _BAND_ROWS, 0, shape.num_k) for row in range(0, shape.num_q, _BAND_ROWS)))
     return [part for block in blocks for part in _split_keys(block)]
 
 
@@ -133,7 +141,7 @@ def _split_rows(tile: Tile) -> Sequence[Tile]:
     first, last = max(num_k - 1 + lo, 0), min(hi + 1, num_q)
     if num_q <= _MASKED or first >= last:
         return (tile,)
-    return list(_parts(tile, (0, first, 0, num_k), (first, last, 0, num_k), (last, num_q, 0, num_k)))
+    return list(parts_of(tile, (0, first, 0, num_k), (first, last, 0, num_k), (last, num_q, 0, num_k)))
 
 
 def _split_keys(tile: Tile) -> Sequence[Tile]:
@@ -142,7 +150,7 @@ def _split_keys(tile: Tile) -> Sequence[Tile]:
     first, last = max(num_q - 1 - hi, 0), min(1 - lo, num_k)
     if num_k <= _MASKED or first >= last:
         return (tile,)
-    return list(_parts(tile, (0, num_q, 0, first), (0, num_q, first, last), (0, num_q, last, num_k)))
+    return list(parts_of(tile, (0, num_q, 0, first), (0, num_q, first, last), (0, num_q, last, num_k)))
 
 
 def _split_lower(tile: Tile, backward: bool) -> Sequence[Tile]:
@@ -157,41 +165,8 @@ def _split_lower(tile: Tile, backward: bool) -> Sequence[Tile]:
     else:
         side = shape.num_k + shape.lo
         corners = ((0, side, 0, -shape.lo), (0, side, -shape.lo, shape.num_k), (side, shape.num_q, 0, shape.num_k))
-    parts = _parts(tile, *corners)
+    parts = parts_of(tile, *corners)
     return [piece for part in parts for piece in ([part] if not part.shape.has_lo else _split_lower(part, backward))]
-
-
-def _parts(tile: Tile, *corners: tuple[int, int, int, int]) -> Iterator[Tile]:
-    """The parts of a tile within these rows and columns, those that hold a pair."""
-    for corner in corners:
-        part = _part(tile, *corner)
-        if part is not None:
-            yield part
-
-
-def _split_for_cuda(tile: Tile) -> Sequence[Tile]:
-    """Windows as they are, unless the tile is taller than wide: the operator takes a side of `num_k` or more for open, and an
-    open side for `num_k`. Rows that see every key, and those before and after them, are then tiles at least as wide as tall.
-    """
-    num_q, num_k, lo, hi = tile.shape
-    if num_q <= num_k or not (tile.shape.has_lo or tile.shape.has_hi):
-        return (tile,)
-    last_key = min(max(num_k - 1 + lo, 0), num_q)  # the first row that sees the last key
-    first_key = min(max(hi + 1, last_key), num_q)  # the first row from there on that misses the first key
-    edges = (0, last_key, first_key, num_q)
-    parts = (_part(tile, start, stop, 0, num_k) for start, stop in pairwise(edges))
-    return [part for part in parts if part is not None]
-
-
-def _part(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
-    """The part of a tile within rows `q0..q1` and columns `k0..k1` counted from its corner, trimmed."""
-    q0, q1 = tile.q0 + q0, min(tile.q0 + q1, tile.q1)
-    k0, k1 = tile.k0 + k0, min(tile.k0 + k1, tile.k1)
-    q0, q1 = max(q0, k0 + tile.lo), min(q1, k1 + tile.hi)
-    k0, k1 = max(k0, q0 - tile.hi), min(k1, q1 - tile.lo)
-    if q0 >= q1 or k0 >= k1:
-        return None
-    return Tile(q0, q1, k0, k1, max(tile.lo, q0 - k1 + 1), min(tile.hi, q1 - 1 - k0))
 
 
 def _cpu_mode(shape: Shape, dtype: torch.dtype) -> tuple[bool, Tensor | None]:
@@ -211,28 +186,14 @@ def _additive_mask(shape: Shape, dtype: torch.dtype) -> Tensor:
     return torch.zeros(shape.num_q, shape.num_k, dtype=dtype, device="cpu").masked_fill_(hidden, float("-inf"))
 
 
-def _window(shape: Shape) -> tuple[int | None, int | None]:
-    """The band as a window aligned to the bottom right: keys to the left and right of each row's diagonal, None if open."""
-    left = shape.hi + shape.num_k - shape.num_q if shape.has_hi else None
-    right = shape.num_q - shape.num_k - shape.lo if shape.has_lo else None
-    return left, right
-
-
-def _within(window: tuple[int | None, int | None], shape: Shape) -> bool:
-    """Whether that window shows exactly the pairs of a tile: its own, or a side that lies beyond all of the tile's keys."""
-    beyond = (shape.num_k - 1, shape.num_q - 1)
-    own = _window(shape)
-    return all(w == o or (o is None and w is not None and w >= b) for w, o, b in zip(window, own, beyond, strict=True))
-
-
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
-    left, right = _window(shapes[0])
-    q, k, v = (_for_cuda(x, shapes) for x in (q, k, v))
+    left, right = window_of(shapes[0])
+    q, k, v = (rows_first(x, shapes) for x in (q, k, v))
     out, lse, *_ = aten._flash_attention_forward(
         q,
         k,
         v,
-        *_lengths(shapes, q.device),
+        *sequences(shapes, q.device),
         0.0,
         False,
         False,
@@ -240,41 +201,20 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scal
         window_size_left=left,
         window_size_right=right,
     )
-    return _from_cuda(out, shapes), lse if len(shapes) == 1 else lse[None]
+    return heads_first(out, shapes), lse if len(shapes) == 1 else lse[None]
 
 
 def _cuda_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Sequence[Shape], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = _window(shapes[0])
-    dout, q, k, v, out = (_for_cuda(x, shapes) for x in (dout, q, k, v, out))
+    left, right = window_of(shapes[0])
+    dout, q, k, v, out = (rows_first(x, shapes) for x in (dout, q, k, v, out))
     lse = lse.contiguous() if len(shapes) == 1 else lse[0].contiguous()
     # Without dropout the random state is not read, but the operator wants its two tensors.
     unused = torch.empty(0, dtype=torch.int64, device=q.device)
     grads = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, *_lengths(shapes, q.device), 0.0, False, unused, unused,
+        dout, q, k, v, out, lse, *sequences(shapes, q.device), 0.0, False, unused, unused,
         scale=scale, window_size_left=left, window_size_right=right,
     )  # fmt: skip
-    dq, dk, dv = (_from_cuda(grad, shapes) for grad in grads)
+    dq, dk, dv = (heads_first(grad, shapes) for grad in grads)
     return dq, dk, dv
-
-
-def _for_cuda(x: Tensor, shapes: Sequence[Shape]) -> Tensor:
-    """`(B, H, T, D)` -> `(B, T, H, D)`, or `(T, H, D)` for several sequences."""
-    return x.transpose(1, 2) if len(shapes) == 1 else x[0].transpose(0, 1)
-
-
-def _from_cuda(x: Tensor, shapes: Sequence[Shape]) -> Tensor:
-    return x.transpose(1, 2) if len(shapes) == 1 else x.transpose(0, 1)[None]
-
-
-@lru_cache(maxsize=256)
-def _lengths(shapes: tuple[Shape, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Where each sequence begins and ends, rows and keys (None for one sequence), and the longest of them."""
-    queries, keys = [shape.num_q for shape in shapes], [shape.num_k for shape in shapes]
-    if len(shapes) == 1:
-        return None, None, queries[0], keys[0]
-    of_queries, of_keys = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
-    )
-    return of_queries, of_keys, max(queries), max(keys)

@@ -1,0 +1,88 @@
+"""Tiles for flash kernels on CUDA, which take a band as a window aligned to the bottom right, and several sequences in one call.
+
+    # # . .     right 0            . # # .     left 1, right 1
+    # # # .     (open to the       . . # #
+    # # # #     left: causal)
+
+Heads come before rows here, `(B, H, T, D)`; there rows before heads, `(B, T, H, D)`, or `(T, H, D)` for several sequences.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+
+import torch
+
+from longspan.plan import Shape, Tile
+
+Tensor = torch.Tensor
+Window = tuple[int | None, int | None]
+"""Keys to the left and to the right of each row's diagonal, None for an open side."""
+
+
+def split_for_windows(tile: Tile) -> Sequence[Tile]:
+    """Windows as they are, unless the tile is taller than wide: the operator takes a side of `num_k` or more for open, and an
+    open side for `num_k`. Rows that see every key, and those before and after them, are then tiles at least as wide as tall.
+    """
+    num_q, num_k, lo, hi = tile.shape
+    if num_q <= num_k or not (tile.shape.has_lo or tile.shape.has_hi):
+        return (tile,)
+    last_key = min(max(num_k - 1 + lo, 0), num_q)  # the first row that sees the last key
+    first_key = min(max(hi + 1, last_key), num_q)  # the first row from there on that misses the first key
+    edges = (0, last_key, first_key, num_q)
+    parts = (part_of(tile, start, stop, 0, num_k) for start, stop in pairwise(edges))
+    return [part for part in parts if part is not None]
+
+
+def window_of(shape: Shape) -> Window:
+    """The band as a window."""
+    left = shape.hi + shape.num_k - shape.num_q if shape.has_hi else None
+    right = shape.num_q - shape.num_k - shape.lo if shape.has_lo else None
+    return left, right
+
+
+def shows(window: Window, shape: Shape) -> bool:
+    """Whether that window shows exactly the pairs of a tile: its own, or a side that lies beyond all of the tile's keys."""
+    beyond = (shape.num_k - 1, shape.num_q - 1)
+    own = window_of(shape)
+    return all(w == o or (o is None and w is not None and w >= b) for w, o, b in zip(window, own, beyond, strict=True))
+
+
+def rows_first(x: Tensor, shapes: Sequence[Shape]) -> Tensor:
+    """`(B, H, T, D)` -> `(B, T, H, D)`, or `(T, H, D)` for several sequences."""
+    return x.transpose(1, 2) if len(shapes) == 1 else x[0].transpose(0, 1)
+
+
+def heads_first(x: Tensor, shapes: Sequence[Shape]) -> Tensor:
+    return x.transpose(1, 2) if len(shapes) == 1 else x.transpose(0, 1)[None]
+
+
+@lru_cache(maxsize=256)
+def sequences(shapes: tuple[Shape, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
+    """Where each sequence begins and ends, rows and keys (None for one sequence), and the longest of them."""
+    queries, keys = [shape.num_q for shape in shapes], [shape.num_k for shape in shapes]
+    if len(shapes) == 1:
+        return None, None, queries[0], keys[0]
+    of_queries, of_keys = (
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
+    )
+    return of_queries, of_keys, max(queries), max(keys)
+
+
+def parts_of(tile: Tile, *corners: tuple[int, int, int, int]) -> Iterator[Tile]:
+    """The parts of a tile within these rows and columns, those that hold a pair."""
+    for corner in corners:
+        part = part_of(tile, *corner)
+        if part is not None:
+            yield part
+
+
+def part_of(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
+    """The part of a tile within rows `q0..q1` and columns `k0..k1` counted from its corner, trimmed."""
+    q0, q1 = tile.q0 + q0, min(tile.q0 + q1, tile.q1)
+    k0, k1 = tile.k0 + k0, min(tile.k0 + k1, tile.k1)
+    q0, q1 = max(q0, k0 + tile.lo), min(q1, k1 + tile.hi)
+    k0, k1 = max(k0, q0 - tile.hi), min(k1, q1 - tile.lo)
+    if q0 >= q1 or k0 >= k1:
+        return None
+    return Tile(q0, q1, k0, k1, max(tile.lo, q0 - k1 + 1), min(tile.hi, q1 - 1 - k0))
