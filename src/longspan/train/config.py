@@ -92,6 +92,8 @@ class TrainConfig(_Record):
     recompute: Literal["none", "block", "full"] = "none"
     """"block": keep each block's input and attention output, compute the rest again in backward (repeats no hop). "full":
     keep the input alone, and attend again."""
+    compile: bool = False
+    """Compile each block, in one graph. New local lengths compile anew: parallel.slots_multiple_of keeps them few."""
     eval_every: Positive | None = None
     """Steps between evaluations on held-out rows; there is one at the end too. None: never."""
     eval_rows: Positive | None = 8
@@ -137,6 +139,11 @@ class TrainConfig(_Record):
             raise SpecError(
                 f'recompute="{self.recompute}" with route "upipe", which computes attention again in backward by itself',
                 hint='set recompute="none", or another route',
+            )
+        if self.parallel.route == "upipe" and self.compile:
+            raise SpecError(
+                'compile=true with route "upipe", which is no operator that compiled code could call',
+                hint="set compile=false, or another route",
             )
         if self.optim.warmup_steps > self.steps:
             raise SpecError(

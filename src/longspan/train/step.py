@@ -220,7 +220,12 @@ def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
 
 
 def wrap(model: Decoder, everyone: DeviceMesh, config: TrainConfig) -> nn.Module:
-    """FSDP2 over all ranks, one unit per block, or DDP. Both average gradients over the ranks of `everyone`."""
+    """FSDP2 over all ranks, one unit per block, or DDP. Both average gradients over the ranks of `everyone`.
+
+    What is compiled is a block's own `forward`, inside the hooks by which a wrapper gathers its weights.
+    """
+    for block in model.layers if config.compile else ():
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     if config.parallel.wrapper == "ddp":
         return DistributedDataParallel(model, process_group=everyone.get_group())
     low = DTYPES[config.dtype] if config.dtype in ("bf16", "fp16") else None
