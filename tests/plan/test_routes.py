@@ -1,5 +1,7 @@
 """Routes of two levels: who exchanges heads, among whom rows travel, and that every pair is computed once on every head."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -67,7 +69,12 @@ def test_two_ranks_out_of_zigzag_of_four_hold_a_zigzag_half():
     # And the rows move as they do on a ring of two.
     ring = plan_attention(Layout.zigzag(16, 2), Mask.causal(16))
     for rank in range(4):
-        assert plan.rank_plan(rank).stages == ring.rank_plan(rank // 2).stages
+        assert _without_held(plan.rank_plan(rank)) == _without_held(ring.rank_plan(rank // 2))
+
+
+def _without_held(share):
+    """Stages without which slots a step's rows are: the same ones are other runs where spans touch."""
+    return [replace(stage, steps=tuple(replace(step, held=()) for step in stage.steps)) for stage in share.stages]
 
 
 def test_262144_tokens_inner_4_outer_2():

@@ -19,7 +19,7 @@ import numpy as np
 from longspan.plan.cut import Demand, demand_of, tiles_of
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
-from longspan.plan.steps import Means, Runs, Stage, Step, Tile, Transfer
+from longspan.plan.steps import Means, Stage, Step, Tile, Transfer
 
 _Row = tuple[int, int, int, int]
 """A run of key slots `(start, stop, near, far)`, distances along the chosen direction."""
@@ -82,13 +82,14 @@ class Ring:
         here = [row for row in before if row[3] >= distance]
         if not here and all(row[3] != distance for row in own):
             return Stage((Step(source, 0, ()),))  # Nothing comes this far, and nothing comes home from there.
-        rows = sum([row[1] - row[0] for row in here])
+        held = tuple([row[:2] for row in here])
+        rows = sum([stop - start for start, stop in held])
         arrived = _transfer(previous, before, True, lambda near, far: far >= distance, by_head=distance > 1)
         step = Step(
             source,
             rows,
-            renumber(block, [row[:2] for row in here]),
-            _joined(here),
+            renumber(block, held),
+            held,
             recv=Transfer(previous, ((0, rows),), arrived.by_head) if arrived else None,
             grad_recv=_transfer(previous, here, True, lambda near, far: near < distance),
             grad_send=_transfer(following, here, True, lambda near, far: near <= distance < far),
@@ -126,14 +127,6 @@ def renumber(block: np.ndarray, here: Sequence[tuple[int, int]]) -> tuple[Tile, 
         shift = shifts[bisect_right(starts, k0) - 1]
         tiles.append(Tile(q0, q1, k0 + shift, k1 + shift, lo - shift, hi - shift))
     return tuple(tiles)
-
-
-def _joined(rows: Sequence[_Row]) -> Runs:
-    """The slots of rows, as runs that do not touch."""
-    runs: list[tuple[int, int]] = []
-    for start, stop, *_ in rows:
-        runs.append((runs.pop()[0] if runs and runs[-1][1] == start else start, stop))
-    return tuple(runs)
 
 
 def _transfer(
