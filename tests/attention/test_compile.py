@@ -56,7 +56,6 @@ def _compiled(group, rank, layout, route, backend, recompute):
         ("balanced", "exchange", "aot_eager", "block"),
         ("zigzag", "ulysses", "aot_eager", "none"),
         pytest.param("balanced", "exchange", "inductor", "none", marks=pytest.mark.slow),
-        pytest.param("striped", "rotate", "inductor", "block", marks=pytest.mark.slow),
     ],
 )
 def test_one_compilation_serves_all_batches(layout, route, backend, recompute):

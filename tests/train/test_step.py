@@ -100,8 +100,7 @@ OTHERS = [
     (1, 4, 1, {"parallel__slots_multiple_of": 8}),
     (1, 2, 1, {"parallel__kernel": "reference"}),
     (1, 4, 1, {"parallel__layout": "balanced", "parallel__route": "exchange", "model__windows": [7, None]}),
-    (1, 2, 1, {"compile": True, "parallel__slots_multiple_of": 16}),
-    (1, 2, 2, {"compile": True, "recompute": "block", "parallel__wrapper": "ddp", "parallel__slots_multiple_of": 16}),
+    (1, 2, 1, {"compile": True, "recompute": "block", "parallel__slots_multiple_of": 16}),
 ]
 
 
