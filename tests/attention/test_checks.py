@@ -158,13 +158,13 @@ CAUSAL = plan_attention(LAYOUT, Mask.causal(S))
         ),
         (
             [CAUSAL] * 3, [SHAPES, SHAPES, ((1, 4, 4, 8), (1, 2, 4, 8), torch.float64)], [None] * 3,
-            "shapes, types or scales: rank 2 differ from rank 0",
+            "shapes, types, scales or changes of scores: rank 2 differ from rank 0",
         ),
         (
             [CAUSAL] * 3, [SHAPES, ((1, 4, 4, 8), (1, 4, 4, 8), torch.float32), SHAPES], [None] * 3,
-            "shapes, types or scales: rank 1 differ from rank 0",
+            "shapes, types, scales or changes of scores: rank 1 differ from rank 0",
         ),
-        ([CAUSAL] * 3, [SHAPES] * 3, [None, None, 0.5], "shapes, types or scales: rank 2 differ from rank 0"),
+        ([CAUSAL] * 3, [SHAPES] * 3, [None, None, 0.5], "shapes, types, scales or changes of scores: rank 2 differ from rank 0"),
     ],
 )  # fmt: skip
 def test_ranks_that_differ_are_named_on_all_before_any_exchange(plans, shapes, scales, named):

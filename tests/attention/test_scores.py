@@ -82,6 +82,22 @@ def test_what_is_refused():
         return text
 
     assert "softcap=-1.0 is not a positive number" in refused(softcap=-1.0)
+    assert "softcap=0.0 is not a positive number" in refused(softcap=0.0)
     assert "give a slope for each of the 4 query heads" in refused(alibi=torch.ones(2))
     assert "these require a gradient" in refused(alibi=torch.ones(4, requires_grad=True))
     assert "no soft-cap, no ALiBi" in refused(kernel="sdpa", softcap=1.0)
+
+
+def _different(group, rank):
+    plan = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
+    q, k, v, _ = (shard(x, plan.layout, rank, 2) for x in make_inputs(8, (4, 2)))
+    return [
+        raised(attention, q, k, v, plan=plan, group=group, **how)
+        for how in ({"softcap": 1.0 + rank}, {"alibi": torch.ones(4) * (1 + rank)})
+    ]
+
+
+def test_ranks_that_change_scores_differently_are_told():
+    for found in run_ranks(2, _different):
+        assert [kind for kind, _ in found] == ["DisagreementError"] * 2
+        assert all("changes of scores" in text for _, text in found)

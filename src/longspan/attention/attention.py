@@ -61,9 +61,11 @@ def attend(
     refuse_transforms(q, k, v, sink)
     q, k, v = autocast_like_sdpa(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if alibi is not None and not isinstance(alibi, torch.Tensor):
+        raise SpecError(f"alibi={alibi!r} is not a tensor", hint="give the slopes as torch.tensor([...])")
     if alibi is not None and alibi.requires_grad:
         raise SpecError("the slopes of ALiBi are constants, and these require a gradient", hint="give alibi.detach()")
-    out, *_ = attention_forward(q, k, v, sink, alibi, ref, scale, softcap or 0.0, ref.exchanged)
+    out, *_ = attention_forward(q, k, v, sink, alibi, ref, scale, softcap, ref.exchanged)
     return out
 
 

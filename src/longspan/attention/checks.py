@@ -54,14 +54,16 @@ def check_together(
             raise problem
         if call in agreed:
             return
-    check_agreement(share.group, {"plans": share.digest, "shapes, types or scales": call.encode()}, problem)
+    check_agreement(
+        share.group, {"plans": share.digest, "shapes, types, scales or changes of scores": call.encode()}, problem
+    )
     agreed.add(call)
 
 
 def _check_change(change: ScoreChange | None, q: Tensor) -> None:
     if change is None:
         return
-    if not 0 <= change.softcap < float("inf"):
+    if change.softcap is not None and not 0 < change.softcap < float("inf"):
         raise SpecError(f"softcap={change.softcap} is not a positive number", hint="use softcap=None for no cap")
     slopes = change.slopes
     if slopes is not None and (
@@ -74,7 +76,11 @@ def _check_change(change: ScoreChange | None, q: Tensor) -> None:
 
 
 def _described(change: ScoreChange | None) -> str:
-    return "" if change is None else f"softcap {change.softcap} alibi {change.slopes is not None}"
+    """What all ranks must have: on CUDA without the slopes' values, which would have to be waited for."""
+    if change is None:
+        return ""
+    slopes = change.slopes
+    return f"softcap {change.softcap} alibi {slopes.tolist() if slopes is not None and slopes.is_cpu else slopes is not None}"
 
 
 def _check_tensors(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:

@@ -16,6 +16,7 @@ from longspan.comm.agree import check_agreement
 from longspan.comm.groups import Group, as_group, rank_and_size, ranks_per_node
 from longspan.comm.sharding import gather, shard
 from longspan.plan import BALANCED, ROUTES, Costs, Layout, Mask, Plan, check_wire_dtype, plan_attention
+from longspan.plan.checks import whole
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
@@ -82,10 +83,13 @@ class ContextParallel:
                 f"layers={layers} and whole_below={whole_below} are for layout 'balanced', not {layout!r}",
                 hint='set layout="balanced", or leave them out',
             )
-        self.layers, self.whole_below = dict(layers or {}), whole_below
+        self.layers, self.whole_below = (
+            {name: whole(f"layers of {name!r}", n) for name, n in (layers or {}).items()},
+            whole_below,
+        )
         self._planned: dict[tuple[tuple[str, Mask], ...], tuple[Layout, dict[str, Plan]]] = {}
         # A sequence of one token per rank shows now what every later one would be refused for.
-        self.plans({"full": Mask.causal(self.size)})
+        self.plans({next(iter(self.layers), "full"): Mask.causal(self.size)})
 
     @contextmanager
     def sequence(self, mask: Mask | Mapping[str, Mask], ids: Tensor | bytes | None = None) -> Iterator["Sequence"]:
@@ -112,6 +116,11 @@ class ContextParallel:
     def layout_for(self, masks: Mapping[str, Mask]) -> Layout:
         """The layout of a sequence with these masks."""
         seq_len = next(iter(masks.values())).seq_len
+        if self.layers and (unknown := [name for name in masks if self.layers.get(name, 0) < 1]):
+            raise SpecError(
+                f"layers={self.layers} gives no layer to mask {', '.join(map(repr, unknown))}",
+                hint="say for each mask of a sequence how many layers use it, or leave layers out",
+            )
         layout = partial(
             Layout.named, self.layout, seq_len, self.size, masks=list(masks.values()),
             weights=[self.layers.get(name, 1) for name in masks], whole_below=self.whole_below,

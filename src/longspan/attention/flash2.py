@@ -84,7 +84,7 @@ def _options(shapes: Sequence[Shape], scale: float, change: ScoreChange | None) 
     left, right = (-1 if side is None else side for side in window_of(shapes[0]))
     return {
         "dropout_p": 0.0, "softmax_scale": scale, "causal": False, "window_size_left": left, "window_size_right": right,
-        "softcap": change.softcap if change else 0.0, "alibi_slopes": None,
+        "softcap": change.softcap or 0.0 if change else 0.0, "alibi_slopes": None,
     }  # fmt: skip
 
 

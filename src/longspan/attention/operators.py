@@ -49,7 +49,7 @@ def attention_forward(
     alibi: Tensor | None,
     ref: ShareRef,
     scale: float,
-    softcap: float,
+    softcap: float | None,
     exchanged: list[int],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Out `(B, H, T, Dv)` of local shards; lse, and q, k, v, out in place of the local ones if heads are exchanged, of the rows
@@ -72,7 +72,7 @@ def attention_backward(
     alibi: Tensor | None,
     ref: ShareRef,
     scale: float,
-    softcap: float,
+    softcap: float | None,
     exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the sink (empty without one). Sends and receives, whichever of them are wanted."""
@@ -89,7 +89,7 @@ def _(
     alibi: Tensor | None,
     ref: ShareRef,
     scale: float,
-    softcap: float,
+    softcap: float | None,
     exchanged: list[int],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     B, H, T, D = q.shape
@@ -114,7 +114,7 @@ def _(
     alibi: Tensor | None,
     ref: ShareRef,
     scale: float,
-    softcap: float,
+    softcap: float | None,
     exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)

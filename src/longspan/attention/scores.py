@@ -15,18 +15,18 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class ScoreChange:
-    """`softcap`, 0 for none; `slopes` `(H,)` of the query heads at hand, with the places of the rows and keys of a tile on the
+    """`softcap`, None for none; `slopes` `(H,)` of the query heads at hand, with the places of the rows and keys of a tile on the
     token axis, int64 `(num_q,)` and `(num_k,)`."""
 
-    softcap: float = 0.0
+    softcap: float | None = None
     slopes: Tensor | None = None
     rows: Tensor | None = None
     keys: Tensor | None = None
 
     @classmethod
-    def of(cls, softcap: float, slopes: Tensor | None) -> "ScoreChange | None":
+    def of(cls, softcap: float | None, slopes: Tensor | None) -> "ScoreChange | None":
         """None where nothing is changed."""
-        return None if softcap == 0 and slopes is None else cls(softcap, slopes)
+        return None if softcap is None and slopes is None else cls(softcap, slopes)
 
     def of_heads(self, heads: slice) -> "ScoreChange":
         """The change for some of the query heads."""
@@ -36,7 +36,7 @@ class ScoreChange:
         """Change scores `(B, K, H / K, num_q, num_k)` of some rows of the tile in place. Also returns what the derivative by the
         scores is (None: 1)."""
         derivative = None
-        if self.softcap:
+        if self.softcap is not None:
             scores.div_(self.softcap).tanh_()
             derivative = 1 - scores.square()
             scores.mul_(self.softcap)

@@ -40,7 +40,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         most = int(self.counts.max())
-        if self.slots is not None and self.slots < most:
+        if self.slots is not None and whole("slots", self.slots) < most:
             raise SpecError(
                 f"slots={self.slots} is less than the {most} tokens that {self.name} puts on one of {self.ranks} ranks",
                 hint=f"set slots to at least {most}, or leave it out",
@@ -89,6 +89,8 @@ class Layout:
         one whole (up to 1% of a share), or where there are four or more documents a rank and all have one length: then by one.
         """
         masks = [mask] if isinstance(mask, Mask) else list(mask)
+        if strange := [one for one in masks if not isinstance(one, Mask)]:
+            raise SpecError(f"{strange[0]!r} is not a Mask", hint="make one, such as Mask.documents([3000, 5000])")
         weights = [1] * len(masks) if weights is None else [whole("weight", weight) for weight in weights]
         if not masks or len(masks) != len(weights) or min(weights) < 1 or len({m.seq_len for m in masks}) > 1:
             raise SpecError(
