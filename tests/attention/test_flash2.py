@@ -9,11 +9,13 @@ import torch
 
 from longspan.attention import flash2
 from longspan.attention.flash2 import FlashAttention2Kernel
-from longspan.attention.kernel import launches
+from longspan.attention.kernel import KERNELS, launches
 from longspan.attention.reference import ReferenceKernel
 from longspan.attention.scores import ScoreChange
 from longspan.plan import bands as algebra
+from tests.attention.cases import check_cases, routed
 from tests.oracle import make_inputs, relative_error
+from tests.ranks import run_ranks
 
 from .test_sdpa import FOLLOWING, join_tiles
 from .tiles import EACH, PRECISION, TILES, check_kernel, make_tile
@@ -27,7 +29,7 @@ def scores(q, k, scale, left, right, softcap, longest=None):
     longest = longest or columns
     left, right = (-1 if side >= longest else side for side in (left, right))
     left, right = (longest if side < 0 <= other else side for side, other in ((left, right), (right, left)))
-    raw = q.float() @ k.float().repeat_interleave(q.shape[0] // k.shape[0], 0).mT * scale
+    raw = q @ k.repeat_interleave(q.shape[0] // k.shape[0], 0).mT * scale
     derivative = torch.ones_like(raw)
     if softcap:
         derivative = 1 - torch.tanh(raw / softcap) ** 2
@@ -37,28 +39,35 @@ def scores(q, k, scale, left, right, softcap, longest=None):
     return raw.masked_fill(hidden, float("-inf")), derivative
 
 
+def wide(x):
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def attend(q, k, v, *how):
+    dtype, (q, k, v) = q.dtype, map(wide, (q, k, v))
     raw, _ = scores(q, k, *how)
     lse = raw.logsumexp(-1)
     weights = torch.exp(raw - lse.unsqueeze(-1))
-    return (weights @ v.float().repeat_interleave(q.shape[0] // k.shape[0], 0)).to(q.dtype), lse
+    return (weights @ v.repeat_interleave(q.shape[0] // k.shape[0], 0)).to(dtype), lse
 
 
 def differentiate(dout, q, k, v, out, lse, *how):
+    dout, q, k, v, out = map(wide, (dout, q, k, v, out))
     raw, derivative = scores(q, k, *how)
     group, scale = q.shape[0] // k.shape[0], how[0]
-    keys, values = (x.float().repeat_interleave(group, 0) for x in (k, v))
+    keys, values = (x.repeat_interleave(group, 0) for x in (k, v))
     weights = torch.exp(raw - lse.unsqueeze(-1))
-    delta = (dout.float() * out.float()).sum(-1, keepdim=True)
-    ds = weights * (dout.float() @ values.mT - delta) * derivative * scale
-    by_head = [ds.mT @ q.float(), weights.mT @ dout.float()]
+    delta = (dout * out).sum(-1, keepdim=True)
+    ds = weights * (dout @ values.mT - delta) * derivative * scale
+    by_head = [ds.mT @ q, weights.mT @ dout]
     return [ds @ keys, *(x.unflatten(0, (-1, group)).sum(1) for x in by_head)]
 
 
 def check(q, k, v, *others, dims):
     for x in (q, k, v, *others):
         assert x.dim() == dims
-        assert x.dtype == q.dtype in (torch.bfloat16, torch.float16)
+        assert x.dtype == q.dtype in (torch.bfloat16, torch.float16, torch.float64)  # the last for an exact oracle
         assert x.stride(-1) == 1
     assert q.shape[-2] % k.shape[-2] == 0
     assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256
@@ -123,7 +132,7 @@ class Interface(ModuleType):
         self.calls.append("backward")
         check(q, k, v, dout, out, dq, dk, dv, dims=4)
         check_options(dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes)
-        assert softmax_lse.dtype == torch.float32
+        assert softmax_lse.dtype == torch.promote_types(q.dtype, torch.float32)
         assert softmax_lse.is_contiguous()
         assert softmax_lse.shape == (q.shape[0], q.shape[2], q.shape[1])
         assert deterministic is torch.are_deterministic_algorithms_enabled()
@@ -152,6 +161,33 @@ class Interface(ModuleType):
                 (dq, dk, dv), ((a, b), (c, d), (c, d)), differentiate(*one, *how), strict=True
             ):
                 into[start:stop] = grad.transpose(0, 1).to(into.dtype)
+
+
+class Anywhere(FlashAttention2Kernel):
+    """The kernel on tensors of this machine, in fp64 too."""
+
+    def refusal(self, q, k, v, change=None):
+        return None
+
+
+def through_the_stand_in(group, rank, cases):
+    """Cases of the oracle matrix by this kernel."""
+    sys.modules["flash_attn"] = ModuleType("flash_attn")
+    sys.modules["flash_attn.flash_attn_interface"] = Interface()
+    KERNELS["flash2"] = Anywhere()
+    try:
+        return check_cases(group, rank, cases)
+    finally:
+        del sys.modules["flash_attn"], sys.modules["flash_attn.flash_attn_interface"]
+        KERNELS["flash2"] = FlashAttention2Kernel()
+
+
+@pytest.mark.parametrize(
+    ("P", "routes"), [(1, ["ring"]), (2, ["ring", "exchange", "ulysses"]), (3, ["ring", "exchange"])]
+)
+def test_the_oracle_matrix(P, routes):
+    cases = [case._replace(kernel="flash2") for route in routes for case in routed(route, None, P, 23)]
+    assert run_ranks(P, through_the_stand_in, cases) == [len(cases)] * P
 
 
 @pytest.fixture

@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.attention import sdpa
-from longspan.attention.kernel import launches
+from longspan.attention.kernel import KERNELS, launches
 from longspan.attention.sdpa import SdpaKernel
 from longspan.attention.windows import window_of
 from longspan.plan import Mask
 from longspan.plan import bands as algebra
 
 from ..oracle import make_inputs, relative_error
+from ..ranks import run_ranks
+from .cases import check_cases, routed
 from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen
 
 KERNEL = SdpaKernel()
@@ -98,7 +100,7 @@ class FlashOnCuda:
     def _forward(self, a):
         self._check(a)
         out, lse, _ = self._math(a)
-        return out.to(a.query.dtype).contiguous(), lse.float()
+        return out.to(a.query.dtype).contiguous(), lse
 
     def _sequences(self, a):
         """A call of several sequences, `(T, H, D)` and lse `(H, T)`, as one call for each. Windows are read by the longest."""
@@ -138,11 +140,11 @@ class FlashOnCuda:
         assert a.grad_out.dtype == a.out.dtype == a.query.dtype
         batch, rows, heads, _ = a.query.shape
         assert a.logsumexp.shape == (batch, heads, rows)
-        assert a.logsumexp.dtype == torch.float32
+        assert a.logsumexp.dtype == torch.promote_types(a.query.dtype, torch.float32)
         assert a.logsumexp.is_contiguous()
         assert a.rng_state.dtype == a.unused.dtype == torch.int64
         group = heads // a.key.shape[2]
-        q, k, v, out, dout = (x.transpose(1, 2).float() for x in (a.query, a.key, a.value, a.out, a.grad_out))
+        q, k, v, out, dout = (_wide(x.transpose(1, 2)) for x in (a.query, a.key, a.value, a.out, a.grad_out))
         _, _, scores = self._math(a)
         weights = torch.exp(scores - a.logsumexp.unsqueeze(-1))
         delta = (out * dout).sum(-1, keepdim=True)
@@ -178,7 +180,7 @@ class FlashOnCuda:
         assert (a.max_q, a.max_k) == (rows, columns)
         assert heads % kv_heads == 0
         assert a.query.dtype == a.key.dtype == a.value.dtype
-        assert a.query.dtype in (torch.float16, torch.bfloat16)
+        assert a.query.dtype in (torch.float16, torch.bfloat16, torch.float64)  # the last for an exact oracle
         for x in (a.query, a.key, a.value):
             assert x.stride(-1) == 1, "Input tensor must have contiguous last dimension"
         for window in (a.window_size_left, a.window_size_right):
@@ -195,17 +197,25 @@ class FlashOnCuda:
         j = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
         hidden = torch.zeros_like(j, dtype=torch.bool) if left < 0 else (j < -left) | (j > right)
         group = a.query.shape[2] // a.key.shape[2]
-        q, k, v = (x.transpose(1, 2).float() for x in (a.query, a.key, a.value))
+        q, k, v = (_wide(x.transpose(1, 2)) for x in (a.query, a.key, a.value))
         scores = (q @ k.repeat_interleave(group, 1).mT * a.scale).masked_fill(hidden, float("-inf"))
         lse = scores.logsumexp(-1)
         weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
         return (weights @ v.repeat_interleave(group, 1)).transpose(1, 2), lse, scores
 
 
+def _wide(x):
+    """At least fp32."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 class OnCuda:
-    """The CUDA half of the kernel, called with tensors of this machine."""
+    """The CUDA half of the kernel, called with tensors of this machine, in fp64 too."""
 
     name = "sdpa"
+
+    def refusal(self, q, k, v, change=None):
+        return None
 
     def split(self, tile, device, dtype, backward=False):
         return KERNEL.split(tile, CUDA, dtype, backward)
@@ -213,11 +223,29 @@ class OnCuda:
     def joins(self, first, second, device):
         return KERNEL.joins(first, second, CUDA)
 
-    def forward(self, *arguments):
-        return sdpa._cuda_forward(*arguments)
+    def forward(self, q, k, v, shapes, scale, change=None):
+        return sdpa._cuda_forward(q, k, v, shapes, scale)
 
-    def backward(self, *arguments):
-        return sdpa._cuda_backward(*arguments)
+    def backward(self, dout, q, k, v, out, lse, shapes, scale, change=None):
+        return sdpa._cuda_backward(dout, q, k, v, out, lse, shapes, scale)
+
+
+def through_the_stand_in(group, rank, cases):
+    """Cases of the oracle matrix by the CUDA half."""
+    aten, own = sdpa.aten, KERNELS["sdpa"]
+    sdpa.aten, KERNELS["sdpa"] = FlashOnCuda(), OnCuda()
+    try:
+        return check_cases(group, rank, cases)
+    finally:
+        sdpa.aten, KERNELS["sdpa"] = aten, own
+
+
+@pytest.mark.parametrize(
+    ("P", "routes"), [(1, ["ring"]), (2, ["ring", "exchange", "ulysses"]), (3, ["ring", "exchange"])]
+)
+def test_the_oracle_matrix_on_cuda(P, routes):
+    cases = [case._replace(kernel="sdpa") for route in routes for case in routed(route, None, P, 23)]
+    assert run_ranks(P, through_the_stand_in, cases) == [len(cases)] * P
 
 
 @pytest.fixture
