@@ -81,3 +81,7 @@ def test_frozen():
 
 def test_every_field_says_what_it_is():
     assert [name for name, field in DataConfig.model_fields.items() if not field.description] == []
+
+
+def test_one_path_is_a_list_of_one():
+    assert DataConfig(paths="a.txt", row_tokens=64) == DataConfig(paths=["a.txt"], row_tokens=64)

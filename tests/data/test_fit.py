@@ -84,7 +84,7 @@ def test_a_long_document_is_cut_into_full_rows_and_a_rest():
 
 def test_a_long_document_is_refused_by_name():
     with pytest.raises(DataError) as caught:
-        fit_rows(np.array([3, 25, 11]), 10, FitConfig(long_documents="refuse"), numbers=np.array([7, 8, 9]))
+        fit_rows(np.array([3, 25, 11]), 10, FitConfig(long_documents="refuse"), name_of=lambda place: 7 + place)
     assert caught.value.message == (
         "document 8 has 25 tokens, more than row_tokens 10; 2 of 3 documents are longer than a row, the longest has 25"
     )

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from longspan.data.fit import FitConfig
 from longspan.spec import SpecError
@@ -17,8 +17,12 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    paths: Annotated[tuple[str, ...], Field(min_length=1)]
-    """Files, folders, or "python:stdlib": see `read_documents`."""
+    paths: Annotated[
+        tuple[str, ...],
+        Field(min_length=1),
+        BeforeValidator(lambda given: (given,) if isinstance(given, str) else given),
+    ]
+    """Files, folders, or "python:stdlib", one or a list: see `read_documents`."""
     suffixes: tuple[Annotated[str, Field(pattern=r"^\.")], ...] | None = None
     """Endings of the files taken from folders, such as (".py",). None: every file."""
     text_field: str = "text"

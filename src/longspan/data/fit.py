@@ -6,7 +6,7 @@ Deterministic, and the same at every dp and cp degree.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, pairwise
@@ -102,7 +102,7 @@ def fit_rows(
     *,
     rows_per_step: int = 1,
     first_row: int = 0,
-    numbers: IntArray | None = None,
+    name_of: Callable[[int], object] = str,
 ) -> FittedRows:
     """Rows of at most `row_tokens` tokens that hold documents of these `lengths`, int64 (N,), each whole and once.
 
@@ -118,7 +118,7 @@ def fit_rows(
     `first_row`, the number of the first of these rows in the stream, says where in a step they begin. A row moves by less
     than 8 steps.
 
-    Errors call document `i` `numbers[i]`, if given.
+    Errors call document `i` `name_of(i)`.
 
     Raises SpecError: `row_tokens` or `rows_per_step` below 1, a bucket of `row_tokens` or more. DataError: a document
     longer than a row, if they are refused.
@@ -129,7 +129,7 @@ def fit_rows(
     if rows_per_step < 1:
         raise SpecError(f"rows_per_step {rows_per_step} is below 1")
     if config.long_documents == "refuse":
-        _check_none_longer(lengths, row_tokens, np.arange(lengths.size) if numbers is None else numbers)
+        _check_none_longer(lengths, row_tokens, name_of)
     pieces = _cut(lengths, row_tokens)
     sizes = pieces[:, 2] - pieces[:, 1]
     bucket = np.searchsorted(np.array(config.buckets, np.int64), sizes)
@@ -144,12 +144,12 @@ def fit_rows(
     return _rows_of(pieces, [rows[i] for i in _even_steps(fitted.area, rows_per_step, -first_row % rows_per_step)])
 
 
-def _check_none_longer(lengths: IntArray, row_tokens: int, numbers: IntArray) -> None:
+def _check_none_longer(lengths: IntArray, row_tokens: int, name_of: Callable[[int], object]) -> None:
     (longer,) = np.nonzero(lengths > row_tokens)
     if longer.size:
-        first = longer[0]
+        first = int(longer[0])
         raise DataError(
-            f"document {numbers[first]} has {lengths[first]} tokens, more than row_tokens {row_tokens}; "
+            f"document {name_of(first)} has {lengths[first]} tokens, more than row_tokens {row_tokens}; "
             f"{longer.size} of {lengths.size} documents are longer than a row, the longest has {lengths.max()}",
             hint=f'set long_documents="cut", or row_tokens to {lengths.max()}',
         )

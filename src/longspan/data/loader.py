@@ -248,7 +248,12 @@ def _rows(
     lengths = store.lengths[order]
     if config is None:
         return Rows(lengths, row_tokens)
-    return fit_rows(lengths, row_tokens, config, rows_per_step=rows_per_step, first_row=first_row, numbers=order)
+
+    def name_of(place: int) -> str:
+        number = int(order[place])
+        return f"{number} ({source})" if (source := store.sources[number]) else str(number)
+
+    return fit_rows(lengths, row_tokens, config, rows_per_step=rows_per_step, first_row=first_row, name_of=name_of)
 
 
 def _in_store(order: IntArray, pieces: list[Piece]) -> list[Piece]:
