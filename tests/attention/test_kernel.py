@@ -30,7 +30,7 @@ def test_chosen(name, tensors, chosen):
 @pytest.mark.parametrize(
     ("name", "tensors", "text"),
     [
-        ("flash9", zeros(), "kernel 'flash9' is not known\n\nhint: choose one of auto, sdpa, flash2, reference"),
+        ("flash9", zeros(), "kernel 'flash9' is not known\n\nhint: choose one of auto, sdpa, flash2, cudnn, reference"),
         (
             "sdpa",
             zeros(6, 4),

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from longspan.attention import sdpa
 from longspan.attention.kernel import KERNELS, launches
+from longspan.attention.masked import mode_of
 from longspan.attention.sdpa import SdpaKernel
 from longspan.attention.windows import window_of
 from longspan.plan import Mask
@@ -52,7 +53,7 @@ def test_split_covers_each_pair_once_with_shapes_that_the_cpu_kernel_has(tile, b
         assert pairs.any(1).all()
         assert algebra.tile_area(part) == pairs.sum()
         times[part.q0 : part.q1, part.k0 : part.k1] += pairs
-        causal, mask = sdpa._cpu_mode(part.shape, torch.float32)
+        causal, mask = mode_of(part.shape, torch.float32, CPU)
         if mask is not None:
             assert not causal
             assert mask.shape[0] <= 64 or backward

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from longspan.attention.cudnn import CudnnKernel
 from longspan.attention.flash2 import FlashAttention2Kernel
 from longspan.attention.reference import ReferenceKernel
 from longspan.attention.scores import ScoreChange
@@ -109,8 +110,9 @@ def _runs(kernel: Kernel, pieces: Sequence[Tile], q: Tensor) -> Iterator[list[Ti
 
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (SdpaKernel(), FlashAttention2Kernel(), ReferenceKernel())
+    kernel.name: kernel for kernel in (SdpaKernel(), FlashAttention2Kernel(), CudnnKernel(), ReferenceKernel())
 }
+"""In the order in which "auto" tries them: `cudnn` takes nothing that `sdpa` does not take."""
 
 
 def check_kernel_name(name: str) -> str:
