@@ -16,9 +16,9 @@ import torch
 
 from longspan import Layout, Mask, attention, plan_attention, record
 from longspan.attention.kernel import KERNELS, launches
+from longspan.attention.merge import merge_
 from longspan.attention.scores import ScoreChange
 from longspan.plan import Tile
-from longspan.plan import bands as algebra
 
 HEADS, KV_HEADS, DIM, SCALE = 8, 2, 64, 0.125
 TILES = {
@@ -87,7 +87,7 @@ def _tile(
     name: str, bands: list[tuple], dtype: torch.dtype, device: torch.device, change: ScoreChange | None = None
 ) -> float:
     """Tiles by a kernel on the device, against the reference kernel in fp64 on the CPU."""
-    tiles = [Tile(*algebra.trim(Mask.bands(max(b[1], b[3]), [b]).array)[0][0].tolist()) for b in bands]
+    tiles = [Tile(*Mask.bands(max(b[1], b[3]), [b]).array[0].tolist()) for b in bands]
     rows, keys = max(t.q1 for t in tiles), max(t.k1 for t in tiles)
     exact = [torch.randn(1, h, n, DIM, dtype=torch.float64).to(dtype).double() for h, n in
              ((HEADS, rows), (HEADS, rows), (KV_HEADS, keys), (KV_HEADS, keys))]  # fmt: skip
@@ -116,10 +116,7 @@ def _run(name: str, tiles: list[Tile], x: list[torch.Tensor], change: ScoreChang
         part, part_lse = kernel.forward(
             q[:, :, rows], k[:, :, launch.k0 : launch.k1], v[:, :, launch.k0 : launch.k1], launch.shapes, SCALE, change
         )
-        total = torch.logaddexp(lse[:, :, rows], part_lse.to(wide))
-        out[:, :, rows] = out[:, :, rows] * (lse[:, :, rows] - total).exp().nan_to_num(0.0).unsqueeze(-1)
-        out[:, :, rows] += part * (part_lse - total).exp().unsqueeze(-1)
-        lse[:, :, rows] = total
+        merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
     grads = [torch.zeros_like(t, dtype=wide) for t in (q, k, v)]
     final = out.to(q.dtype)
     for launch in launches(kernel, tiles, q, backward=True):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import overload
 
 import torch
@@ -17,6 +16,7 @@ from longspan.comm.groups import Group, as_group, rank_and_size, ranks_per_node
 from longspan.comm.sharding import gather, shard
 from longspan.plan import BALANCED, ROUTES, Costs, Layout, Mask, Plan, check_wire_dtype, plan_attention
 from longspan.plan.checks import whole
+from longspan.plan.layout import slots_of
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
@@ -83,10 +83,8 @@ class ContextParallel:
                 f"layers={layers} and whole_below={whole_below} are for layout 'balanced', not {layout!r}",
                 hint='set layout="balanced", or leave them out',
             )
-        self.layers, self.whole_below = (
-            {name: whole(f"layers of {name!r}", n) for name, n in (layers or {}).items()},
-            whole_below,
-        )
+        self.layers = {name: whole(f"layers of {name!r}", number) for name, number in (layers or {}).items()}
+        self.whole_below = whole_below
         self._planned: dict[tuple[tuple[str, Mask], ...], tuple[Layout, dict[str, Plan]]] = {}
         # A sequence of one token per rank shows now what every later one would be refused for.
         self.plans({next(iter(self.layers), "full"): Mask.causal(self.size)})
@@ -121,14 +119,10 @@ class ContextParallel:
                 f"layers={self.layers} gives no layer to mask {', '.join(map(repr, unknown))}",
                 hint="say for each mask of a sequence how many layers use it, or leave layers out",
             )
-        layout = partial(
-            Layout.named, self.layout, seq_len, self.size, masks=list(masks.values()),
-            weights=[self.layers.get(name, 1) for name in masks], whole_below=self.whole_below,
+        return Layout.named(
+            self.layout, seq_len, self.size, slots_of(seq_len, self.size, self.slots_multiple_of),
+            masks=list(masks.values()), weights=[self.layers.get(name, 1) for name in masks], whole_below=self.whole_below,
         )  # fmt: skip
-        if (multiple := self.slots_multiple_of) is None:
-            return layout()
-        # No layout puts more tokens on a rank than this; "balanced" keeps to the slots it is given.
-        return layout(-(-seq_len // (self.size * multiple)) * multiple)
 
     def plans(self, masks: Mapping[str, Mask]) -> tuple[Layout, dict[str, Plan]]:
         """The layout and the plan of each mask; the latest are kept, so that masks that come again are not planned again."""

@@ -9,9 +9,8 @@ from rich.table import Table
 
 from longspan.bench.calibrate import calibrate as run_calibration
 from longspan.cli.errors import friendly
-from longspan.cli.options import spinner
+from longspan.cli.options import check_folder, spinner
 from longspan.plan import Costs
-from longspan.spec import SpecError
 from longspan.train.model import DTYPES
 from longspan.train.monitor import json_line
 
@@ -43,10 +42,7 @@ def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, output: Pat
         longspan train run.toml --set parallel.route=auto --set parallel.costs=costs.json
         longspan plan --seq-len 8k --cp 4 --heads 8/2 --route auto --costs costs.json
     """
-    if not output.parent.is_dir():
-        raise SpecError(
-            f"{output} cannot be written: there is no folder {output.parent}", hint="make it, or name another"
-        )
+    check_folder(output)
     with spinner(as_json) as told:
         told("measuring")
         costs = run_calibration(ranks, head_dim, DTYPES[dtype], mebibytes)

@@ -9,6 +9,8 @@ import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from longspan.spec import SpecError
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -18,6 +20,14 @@ def config_options(function: F) -> F:
         "--set", "overrides", multiple=True, metavar="a.b=value", help="Override a value of the file; repeatable."
     )(function)
     return click.argument("config", type=click.Path(path_type=Path))(function)
+
+
+def check_folder(output: Path) -> None:
+    """Refuse a file whose folder does not exist, before the work that is to be written there."""
+    if not output.parent.is_dir():
+        raise SpecError(
+            f"{output} cannot be written: there is no folder {output.parent}", hint="make it, or name another"
+        )
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from longspan.cli.errors import friendly
-from longspan.cli.options import config_options, corpus_progress
+from longspan.cli.options import check_folder, config_options, corpus_progress
 from longspan.report import packs_table
 from longspan.spec import SpecError
 from longspan.train.config import PackConfig, read_values
@@ -41,10 +41,7 @@ def pack(
     """
     if output.exists() and not force:
         raise SpecError(f"{output} exists", hint="name another file, or give --force to write over it")
-    if not output.parent.is_dir():
-        raise SpecError(
-            f"{output} cannot be written: there is no folder {output.parent}", hint="make it, or name another"
-        )
+    check_folder(output)
     run = PackConfig.model_validate(read_values(config, overrides))
     with corpus_progress(quiet) as tokenised, _pack_progress(quiet) as packed:
         report = write_packs(run, output, epochs=epochs, tokenised=tokenised, packed=packed)

@@ -4,7 +4,6 @@ Also the options that describe a plan, which `longspan show` takes too. Starts w
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,13 +11,14 @@ import click
 from rich.console import Console
 
 from longspan.cli.errors import friendly
-from longspan.plan import AUTO, BALANCED, ROUTES, WIRE_DTYPES, Costs, Layout, Mask, Plan, check_route, plan_attention
+from longspan.plan import AUTO, BALANCED, ROUTES, WIRE_DTYPES, Layout, Mask, Plan, check_route, plan_attention
+from longspan.plan.choose import reckon
+from longspan.plan.wire import ITEMSIZES
 from longspan.report import PlanReport, describe, plan_table
 from longspan.spec import SpecError
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 _SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
 
 _POSITIVE = click.IntRange(min=1)
@@ -109,15 +109,8 @@ def plan_of(
     try:
         mask = _mask(tokens, kind, _tokens("window", window), lengths, _tokens("prefix", prefix))
         query_heads = None if heads is None else _heads(heads)
-        # What is asked for is what choices reckon with, whatever tensors the costs were measured on.
-        reckoned = replace(
-            Costs() if costs is None else Costs.load(costs), head_dim=head_dim, itemsize=ITEMSIZES[dtype]
-        )
-        keeps = layout == BALANCED and costs is not None
-        shards = Layout.named(
-            layout, tokens, cp, _tokens("slots", slots), masks=[mask],
-            whole_below=reckoned.whole_below(query_heads[0]) if keeps and query_heads else 0,
-        )  # fmt: skip
+        reckoned, whole_below = reckon(costs, layout, query_heads, head_dim, ITEMSIZES[dtype])
+        shards = Layout.named(layout, tokens, cp, _tokens("slots", slots), masks=[mask], whole_below=whole_below)
         made = plan_attention(
             shards,
             mask,

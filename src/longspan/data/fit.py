@@ -6,16 +6,16 @@ Deterministic, and the same at every dp and cp degree.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, pairwise
-from typing import Annotated, Literal, overload
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from longspan.data.packing import IntArray, Piece, check_row_tokens
+from longspan.data.packing import IntArray, Piece, PieceRows, check_row_tokens
 from longspan.spec import DataError, SpecError
 
 _SLACK = 500  # a row is full if less than 1/500 is left: fuller ones use up the short documents that later rows need
@@ -56,7 +56,7 @@ class FitConfig(BaseModel):
 
 
 @dataclass(frozen=True, eq=False)
-class FittedRows(Sequence[list[Piece]]):
+class FittedRows(PieceRows):
     """Rows of whole documents, as `fit_rows` makes them.
 
     `pieces` int64 (P, 3): document, start, stop of each piece, row after row; row `i` is `pieces[edges[i]:edges[i + 1]]`.
@@ -67,15 +67,6 @@ class FittedRows(Sequence[list[Piece]]):
 
     def __len__(self) -> int:
         return self.edges.size - 1
-
-    @overload
-    def __getitem__(self, row: int) -> list[Piece]: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[list[Piece]]: ...
-    def __getitem__(self, row: int | slice) -> list[Piece] | list[list[Piece]]:
-        if isinstance(row, slice):
-            return [self._row(i) for i in range(len(self))[row]]
-        return self._row(range(len(self))[row])
 
     @cached_property
     def tokens(self) -> IntArray:
@@ -88,7 +79,7 @@ class FittedRows(Sequence[list[Piece]]):
         sizes = self.pieces[:, 2] - self.pieces[:, 1]
         return self._sums(sizes * (sizes + 1) // 2)
 
-    def _row(self, row: int) -> list[Piece]:
+    def _pieces(self, row: int) -> list[Piece]:
         return [Piece(*piece) for piece in self.pieces[self.edges[row] : self.edges[row + 1]].tolist()]
 
     def _sums(self, values: IntArray) -> IntArray:

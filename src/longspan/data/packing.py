@@ -2,6 +2,7 @@
 `pack` does it to a stream; `Rows` says from the lengths alone which tokens a row holds, so that any row is one look-up.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -44,13 +45,30 @@ class Piece(NamedTuple):
     stop: int
 
 
+class PieceRows(Sequence[list[Piece]], ABC):
+    """Rows as lists of pieces, one or a slice at a time. IndexError: a row that is not there."""
+
+    @overload
+    def __getitem__(self, row: int) -> list[Piece]: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[list[Piece]]: ...
+    def __getitem__(self, row: int | slice) -> list[Piece] | list[list[Piece]]:
+        if isinstance(row, slice):
+            return [self._pieces(i) for i in range(len(self))[row]]
+        return self._pieces(range(len(self))[row])
+
+    @abstractmethod
+    def _pieces(self, row: int) -> list[Piece]:
+        """Of a row that is there, counted from the first."""
+
+
 @dataclass(frozen=True, eq=False)
-class Rows(Sequence[list[Piece]]):
+class Rows(PieceRows):
     """The rows `pack` makes of documents of these `lengths`, int64 (N,), without their tokens.
 
     `len(rows)` is ceil(total tokens / row_tokens); `rows[i]` is the pieces of row `i`, O(log N + pieces).
 
-    Raises SpecError: `row_tokens` below 1. IndexError: a row that is not there.
+    Raises SpecError: `row_tokens` below 1.
     """
 
     lengths: IntArray
@@ -61,15 +79,6 @@ class Rows(Sequence[list[Piece]]):
 
     def __len__(self) -> int:
         return -(-self._total // self.row_tokens)
-
-    @overload
-    def __getitem__(self, row: int) -> list[Piece]: ...
-    @overload
-    def __getitem__(self, row: slice) -> list[list[Piece]]: ...
-    def __getitem__(self, row: int | slice) -> list[Piece] | list[list[Piece]]:
-        if isinstance(row, slice):
-            return [self._pieces(i) for i in range(len(self))[row]]
-        return self._pieces(range(len(self))[row])
 
     def _pieces(self, row: int) -> list[Piece]:
         start = row * self.row_tokens

@@ -131,3 +131,8 @@ class ModelConfig(BaseModel):
                     hint='use "full" (None in Python) for full attention',
                 )
         return self
+
+
+def window_of(mask_name: str) -> int | None:
+    """The window of a mask by its name, None for "full": what `ModelConfig.mask_names` was made from."""
+    return None if mask_name == "full" else int(mask_name.removeprefix("window-"))

@@ -10,14 +10,14 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 
 from longspan.plan import bands as algebra
 from longspan.plan.heads import HeadShare
-from longspan.plan.layout import Layout
+from longspan.plan.layout import BALANCED, Layout
 from longspan.plan.mask import Mask
 from longspan.plan.routes import Work, degrees_of
 from longspan.plan.steps import RankPlan, Step, Transfer
@@ -117,6 +117,16 @@ class Costs:
             return 72.0 * width**2 * n / fastest + (1 + _BACKWARD) * 2.0 * width * n**2 / self.speed(n)
 
         return bisect_right(range(1 << 20), cut, key=seconds)
+
+
+def reckon(
+    measured: Path | None, layout: str, heads: tuple[int, int] | None, head_dim: int, itemsize: int
+) -> tuple[Costs, int]:
+    """Costs to choose by, measured or typical, for tensors of this kind, whatever those were measured on; and below how many
+    tokens the layout "balanced" keeps documents whole, which measured costs alone say."""
+    costs = replace(Costs() if measured is None else Costs.load(measured), head_dim=head_dim, itemsize=itemsize)
+    keeps = layout == BALANCED and measured is not None and heads is not None
+    return costs, costs.whole_below(heads[0]) if keeps and heads else 0
 
 
 def choose_route(

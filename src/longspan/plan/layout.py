@@ -195,6 +195,11 @@ class Layout:
         return np.column_stack((owner, start, stop, slot))[np.argsort(start, kind="stable")]
 
 
+def slots_of(seq_len: int, ranks: int, multiple: int | None) -> int | None:
+    """Slots of every rank where these are a multiple: no layout puts more tokens on a rank, and "balanced" keeps to them."""
+    return None if multiple is None else -(-seq_len // (ranks * multiple)) * multiple
+
+
 def _check(seq_len: int, ranks: int) -> None:
     seq_len, ranks = whole("seq_len", seq_len), whole("ranks", ranks)
     if seq_len < 1:

@@ -9,6 +9,8 @@ fp8    an e4m3 byte an element, and for every 32 of a head's elements one byte o
 from longspan.spec import SpecError
 
 WIRE_DTYPES = ("bf16", "fp8")
+ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+"""Bytes of an element, by the name of its type."""
 FP8_BLOCK = 32
 """Elements of a head's row that share an exponent."""
 

@@ -6,7 +6,7 @@ Starts without torch. A row is counted as a micro-batch of its own, whatever `ro
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +14,16 @@ import numpy as np
 from longspan.data import open_store, write_manifest
 from longspan.data.loader import Loader
 from longspan.data.manifest import Counted, Counts, Pack, flat, read_table
-from longspan.model.config import ModelConfig
+from longspan.model.config import ModelConfig, window_of
 from longspan.plan import Costs, Layout, Mask, Plan, plan_attention
+from longspan.plan.choose import reckon
+from longspan.plan.layout import slots_of
+from longspan.plan.wire import ITEMSIZES
 from longspan.report import PackReport
 from longspan.spec import SpecError
 from longspan.train.config import PackConfig
 from longspan.train.loader import make_loader
 
-_ITEMSIZES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _HEAD_DIM = 128  # where no model says
 
 
@@ -102,18 +104,15 @@ class RowCounter:
             masks={name: names.count(name) for name in dict.fromkeys(names)},
             heads=None if model is None else (model.num_heads, model.num_kv_heads),
             head_dim=_HEAD_DIM if model is None else model.head_dim,
-            itemsize=_ITEMSIZES[config.dtype],
+            itemsize=ITEMSIZES[config.dtype],
         )
-        costs = Costs() if parallel.costs is None else Costs.load(parallel.costs)
-        costs = replace(costs, head_dim=counted.head_dim, itemsize=counted.itemsize)
-        keeps = parallel.layout == "balanced" and parallel.costs is not None and model is not None
-        return cls(counted, costs, costs.whole_below(model.num_heads) if keeps and model else 0)
+        return cls(counted, *reckon(parallel.costs, parallel.layout, counted.heads, counted.head_dim, counted.itemsize))
 
     def __call__(self, lengths: Sequence[int]) -> Counts:
         """A row of documents of these lengths, forward and backward of all layers."""
         of, tokens = self.counted, sum(lengths)
-        slots = of.slots_multiple_of and -(-tokens // (of.cp * of.slots_multiple_of)) * of.slots_multiple_of
-        masks = [Mask.documents(lengths, window=_window(name)) for name in of.masks]
+        slots = slots_of(tokens, of.cp, of.slots_multiple_of)
+        masks = [Mask.documents(lengths, window=window_of(name)) for name in of.masks]
         layers = list(of.masks.values())
         layout = Layout.named(
             of.layout, tokens, of.cp, slots, masks=masks, weights=layers, whole_below=self.whole_below
@@ -153,7 +152,3 @@ def _model(config: PackConfig) -> ModelConfig | None:
     from longspan.model import read_config  # loads torch, which a configuration that has its model does not need
 
     return read_config(config.init_from)
-
-
-def _window(name: str) -> int | None:
-    return None if name == "full" else int(name.removeprefix("window-"))

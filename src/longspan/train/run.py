@@ -71,10 +71,9 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
             f"{folder} exists: the run would write over a run that has been saved",
             hint="set resume=true to go on from it, or choose another run_dir",
         )
-    if folder is None:
-        if config.data.manifest is not None:
-            make_loader(config, store, dp_rank=0, dp_size=_dp_size(config))
-    else:
+    if folder is None and config.data.manifest is not None:
+        make_loader(config, store, dp_rank=0, dp_size=_dp_size(config))
+    if folder is not None:
         record = checkpoint.read_record(folder)
         checkpoint.check_model(folder, record, model_config(config))
         if record["step"] > config.steps:

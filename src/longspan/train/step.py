@@ -9,7 +9,7 @@ tokens of the global batch, whatever the wrapper averages by.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,8 +24,11 @@ from longspan.attention.context import Sequence as Sharded
 from longspan.attention.staged import Projections, Transform
 from longspan.data import Batch
 from longspan.model import Attend, Decoder, ModelConfig, SelfAttention, WholeLayer, count_targets, mean_loss_scale
+from longspan.model.config import window_of
 from longspan.plan import BALANCED, STAGED, Costs, Layout, Mask, head_stages, plan_attention
+from longspan.plan.choose import reckon
 from longspan.plan.mask import Band
+from longspan.plan.wire import ITEMSIZES
 from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
@@ -52,6 +55,7 @@ class TrainStep:
         self.names = tuple(dict.fromkeys(model.config.mask_names))
         heads = (model.config.num_heads, model.config.num_kv_heads)
         parallel = config.parallel
+        costs, whole_below = costs_of(config, model.config)
         self.cp = ContextParallel(
             mesh["cp"],
             layout=parallel.layout,
@@ -61,9 +65,9 @@ class TrainStep:
             kernel=parallel.kernel,
             wire_dtype=parallel.wire_dtype,
             slots_multiple_of=parallel.slots_multiple_of,
-            costs=costs_of(config, model.config),
+            costs=costs,
             layers=Counter(model.config.mask_names) if parallel.layout == BALANCED else None,
-            whole_below=whole_below(config, model.config),
+            whole_below=whole_below,
         )
         self.dp_group = mesh["dp"].get_group()
         world = dist.group.WORLD
@@ -156,8 +160,7 @@ class TrainStep:
 
 def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
     """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
-    windows = {name: None if name == "full" else int(name.removeprefix("window-")) for name in names}
-    return {name: mask_of(batch, window) for name, window in windows.items()}
+    return {name: mask_of(batch, window_of(name)) for name in names}
 
 
 def mask_of(batch: Batch, window: int | None = None) -> Mask:
@@ -179,17 +182,10 @@ def mask_of(batch: Batch, window: int | None = None) -> Mask:
     return Mask.bands(batch.seq_len, bands)
 
 
-def costs_of(config: TrainConfig, model: ModelConfig) -> Costs:
-    """What route "auto" reckons with: measured costs or typical ones, for this model's heads and type."""
-    costs = Costs() if config.parallel.costs is None else Costs.load(config.parallel.costs)
-    return replace(costs, head_dim=model.head_dim, itemsize=DTYPES[config.dtype].itemsize)
-
-
-def whole_below(config: TrainConfig, model: ModelConfig) -> int:
-    """Documents of fewer tokens are not split by layout "balanced": where a cut's costs have been measured."""
-    if config.parallel.layout != BALANCED or config.parallel.costs is None:
-        return 0
-    return costs_of(config, model).whole_below(model.num_heads)
+def costs_of(config: TrainConfig, model: ModelConfig) -> tuple[Costs, int]:
+    """What route "auto" and layout "balanced" reckon with, for this model's heads and type: see `reckon`."""
+    parallel, heads = config.parallel, (model.num_heads, model.num_kv_heads)
+    return reckon(parallel.costs, parallel.layout, heads, model.head_dim, ITEMSIZES[config.dtype])
 
 
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
@@ -199,7 +195,7 @@ def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     layout = Layout.named(parallel.layout, parallel.cp, parallel.cp, masks=[mask])
     plan = plan_attention(
         layout, mask, parallel.route, (model.num_heads, model.num_kv_heads), parallel.inner,
-        wire_dtype=parallel.wire_dtype, costs=costs_of(config, model),
+        wire_dtype=parallel.wire_dtype, costs=costs_of(config, model)[0],
     )  # fmt: skip
     heads = plan.rank_plan(0).heads
     if parallel.route == STAGED and heads is not None:

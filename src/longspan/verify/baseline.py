@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from longspan.data import Batch, open_store
 from longspan.model import Decoder
+from longspan.model.config import window_of
 from longspan.train.config import TrainConfig
 from longspan.train.loader import make_loader
 from longspan.train.model import DTYPES, make_model
@@ -87,6 +88,7 @@ def attend_documents(
 
     A document with a parent runs as one sequence with it, of which its own part is kept.
     """
+    window = window_of(mask)
     documents = list(zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True))
     outs = []
     for document, own, parent in zip(documents, lengths, parents or [-1] * len(lengths), strict=True):
@@ -96,11 +98,11 @@ def attend_documents(
             document = tuple(torch.cat(parts, dim=2) for parts in zip(documents[parent], document, strict=True))
         q_doc, k_doc, v_doc = document
         length = q_doc.shape[2]
-        if mask == "full":
+        if window is None:
             visible = None
         else:
             away = torch.arange(length)[:, None] - torch.arange(length)
-            visible = (away >= 0) & (away < int(mask.removeprefix("window-")))
+            visible = (away >= 0) & (away < window)
         out = F.scaled_dot_product_attention(
             q_doc, k_doc, v_doc, attn_mask=visible, is_causal=visible is None, enable_gqa=True
         )
