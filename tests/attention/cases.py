@@ -1,5 +1,7 @@
 """One case of the oracle matrix: what a rank must give, to the byte and the pair."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 from longspan.attention.attention import attention
@@ -8,6 +10,7 @@ from longspan.comm.traffic import record
 from longspan.plan import LAYOUTS, Layout, Mask, plan_attention
 from tests.oracle import dense_attention, make_inputs, relative_error
 from tests.plan.strategies import carries
+from tests.ranks import run_ranks
 
 NAN = float("nan")
 
@@ -89,6 +92,23 @@ def check_cases(group, rank: int, cases: list[Case]) -> int:
     for case in cases:
         check_case(group, rank, case)
     return len(cases)
+
+
+THROUGH = [(1, ["ring"]), (2, ["ring", "exchange", "ulysses"]), (3, ["ring", "exchange"])]
+"""Ranks and routes on which a kernel's stand-in meets the matrix."""
+
+
+def check_through(
+    installed: Callable[[], AbstractContextManager[None]], kernel: str, P: int, routes: list[str]
+) -> None:
+    """The matrix on `P` ranks by a kernel that `installed` puts in the place of the real one, in each rank."""
+    cases = [case._replace(kernel=kernel) for route in routes for case in routed(route, None, P, 23)]
+    assert run_ranks(P, _through, installed, cases) == [len(cases)] * P
+
+
+def _through(group, rank: int, installed: Callable[[], AbstractContextManager[None]], cases: list[Case]) -> int:
+    with installed():
+        return check_cases(group, rank, cases)
 
 
 def check_case(group, rank: int, case: Case) -> None:

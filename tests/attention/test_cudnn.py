@@ -1,6 +1,8 @@
 """cuDNN attention through a stand-in with the aten operators' schema, which checks what it is given and answers by plain math."""
 
+from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,17 +12,11 @@ from longspan.attention.cudnn import CudnnKernel
 from longspan.attention.kernel import KERNELS
 from longspan.attention.scores import ScoreChange
 
-from ..ranks import run_ranks
-from .cases import check_cases, routed
+from .cases import THROUGH, check_through
 from .test_sdpa import FlashOnCuda, tensors
-from .tiles import EACH, PRECISION, TILES, check_kernel
+from .tiles import EACH, PRECISION, TILES, check_kernel, wide
 
 KERNEL = CudnnKernel()
-
-
-def wide(x):
-    """At least fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class CudnnOnCuda:
@@ -96,22 +92,16 @@ def test_every_tile(monkeypatch, kind, heads, dtype):
     assert len({name for name, _ in stand_in.calls}) == 2
 
 
-def through_the_stand_in(group, rank, cases):
-    """Cases of the oracle matrix by this kernel."""
-    aten, own = cudnn.aten, KERNELS["cudnn"]
-    cudnn.aten, KERNELS["cudnn"] = CudnnOnCuda(), OnThisMachine()
-    try:
-        return check_cases(group, rank, cases)
-    finally:
-        cudnn.aten, KERNELS["cudnn"] = aten, own
+@contextmanager
+def on_this_machine():
+    """The kernel through the stand-in, in the place of the real one."""
+    with patch.object(cudnn, "aten", CudnnOnCuda()), patch.dict(KERNELS, cudnn=OnThisMachine()):
+        yield
 
 
-@pytest.mark.parametrize(
-    ("P", "routes"), [(1, ["ring"]), (2, ["ring", "exchange", "ulysses"]), (3, ["ring", "exchange"])]
-)
+@pytest.mark.parametrize(("P", "routes"), THROUGH)
 def test_the_oracle_matrix(P, routes):
-    cases = [case._replace(kernel="cudnn") for route in routes for case in routed(route, None, P, 23)]
-    assert run_ranks(P, through_the_stand_in, cases) == [len(cases)] * P
+    check_through(on_this_machine, "cudnn", P, routes)
 
 
 @pytest.mark.parametrize(

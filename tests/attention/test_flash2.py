@@ -1,8 +1,10 @@
 """flash-attn 2 through a stand-in with the signatures of 2.7, which checks what it is given and answers by plain math."""
 
 import sys
+from contextlib import contextmanager
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,12 +15,11 @@ from longspan.attention.kernel import KERNELS, launches
 from longspan.attention.reference import ReferenceKernel
 from longspan.attention.scores import ScoreChange
 from longspan.plan import bands as algebra
-from tests.attention.cases import check_cases, routed
 from tests.oracle import make_inputs, relative_error
-from tests.ranks import run_ranks
 
+from .cases import THROUGH, check_through
 from .test_sdpa import FOLLOWING, join_tiles
-from .tiles import EACH, PRECISION, TILES, check_kernel, make_tile
+from .tiles import EACH, PRECISION, TILES, check_kernel, make_tile, wide
 
 KERNEL = FlashAttention2Kernel()
 
@@ -37,11 +38,6 @@ def scores(q, k, scale, left, right, softcap, longest=None):
     away = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
     hidden = torch.zeros_like(away, dtype=torch.bool) if left < 0 else (away < -left) | (away > right)
     return raw.masked_fill(hidden, float("-inf")), derivative
-
-
-def wide(x):
-    """At least fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def attend(q, k, v, *how):
@@ -170,24 +166,17 @@ class Anywhere(FlashAttention2Kernel):
         return None
 
 
-def through_the_stand_in(group, rank, cases):
-    """Cases of the oracle matrix by this kernel."""
-    sys.modules["flash_attn"] = ModuleType("flash_attn")
-    sys.modules["flash_attn.flash_attn_interface"] = Interface()
-    KERNELS["flash2"] = Anywhere()
-    try:
-        return check_cases(group, rank, cases)
-    finally:
-        del sys.modules["flash_attn"], sys.modules["flash_attn.flash_attn_interface"]
-        KERNELS["flash2"] = FlashAttention2Kernel()
+@contextmanager
+def on_this_machine():
+    """The kernel through the stand-in, in the place of the real one."""
+    modules = {"flash_attn": ModuleType("flash_attn"), "flash_attn.flash_attn_interface": Interface()}
+    with patch.dict(sys.modules, modules), patch.dict(KERNELS, flash2=Anywhere()):
+        yield
 
 
-@pytest.mark.parametrize(
-    ("P", "routes"), [(1, ["ring"]), (2, ["ring", "exchange", "ulysses"]), (3, ["ring", "exchange"])]
-)
+@pytest.mark.parametrize(("P", "routes"), THROUGH)
 def test_the_oracle_matrix(P, routes):
-    cases = [case._replace(kernel="flash2") for route in routes for case in routed(route, None, P, 23)]
-    assert run_ranks(P, through_the_stand_in, cases) == [len(cases)] * P
+    check_through(on_this_machine, "flash2", P, routes)
 
 
 @pytest.fixture

@@ -1,7 +1,9 @@
 """The flash kernels against plain math: CPU as it is, CUDA through a stand-in that has the real operators' rules."""
 
+from contextlib import contextmanager
 from itertools import pairwise
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,9 +19,8 @@ from longspan.plan import Mask
 from longspan.plan import bands as algebra
 
 from ..oracle import make_inputs, relative_error
-from ..ranks import run_ranks
-from .cases import check_cases, routed
-from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen
+from .cases import THROUGH, check_through
+from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen, wide
 
 KERNEL = SdpaKernel()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -145,7 +146,7 @@ class FlashOnCuda:
         assert a.logsumexp.is_contiguous()
         assert a.rng_state.dtype == a.unused.dtype == torch.int64
         group = heads // a.key.shape[2]
-        q, k, v, out, dout = (_wide(x.transpose(1, 2)) for x in (a.query, a.key, a.value, a.out, a.grad_out))
+        q, k, v, out, dout = (wide(x.transpose(1, 2)) for x in (a.query, a.key, a.value, a.out, a.grad_out))
         _, _, scores = self._math(a)
         weights = torch.exp(scores - a.logsumexp.unsqueeze(-1))
         delta = (out * dout).sum(-1, keepdim=True)
@@ -198,16 +199,11 @@ class FlashOnCuda:
         j = torch.arange(columns) - (torch.arange(rows)[:, None] + columns - rows)
         hidden = torch.zeros_like(j, dtype=torch.bool) if left < 0 else (j < -left) | (j > right)
         group = a.query.shape[2] // a.key.shape[2]
-        q, k, v = (_wide(x.transpose(1, 2)) for x in (a.query, a.key, a.value))
+        q, k, v = (wide(x.transpose(1, 2)) for x in (a.query, a.key, a.value))
         scores = (q @ k.repeat_interleave(group, 1).mT * a.scale).masked_fill(hidden, float("-inf"))
         lse = scores.logsumexp(-1)
         weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num(0.0)
         return (weights @ v.repeat_interleave(group, 1)).transpose(1, 2), lse, scores
-
-
-def _wide(x):
-    """At least fp32."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class OnCuda:
@@ -231,22 +227,16 @@ class OnCuda:
         return sdpa._cuda_backward(dout, q, k, v, out, lse, shapes, scale)
 
 
-def through_the_stand_in(group, rank, cases):
-    """Cases of the oracle matrix by the CUDA half."""
-    aten, own = sdpa.aten, KERNELS["sdpa"]
-    sdpa.aten, KERNELS["sdpa"] = FlashOnCuda(), OnCuda()
-    try:
-        return check_cases(group, rank, cases)
-    finally:
-        sdpa.aten, KERNELS["sdpa"] = aten, own
+@contextmanager
+def on_cuda():
+    """The CUDA half in the place of the kernel."""
+    with patch.object(sdpa, "aten", FlashOnCuda()), patch.dict(KERNELS, sdpa=OnCuda()):
+        yield
 
 
-@pytest.mark.parametrize(
-    ("P", "routes"), [(1, ["ring"]), (2, ["ring", "exchange", "ulysses"]), (3, ["ring", "exchange"])]
-)
+@pytest.mark.parametrize(("P", "routes"), THROUGH)
 def test_the_oracle_matrix_on_cuda(P, routes):
-    cases = [case._replace(kernel="sdpa") for route in routes for case in routed(route, None, P, 23)]
-    assert run_ranks(P, through_the_stand_in, cases) == [len(cases)] * P
+    check_through(on_cuda, "sdpa", P, routes)
 
 
 @pytest.fixture

@@ -49,6 +49,11 @@ TILES = {
 }
 
 
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """At least fp32."""
+    return x.to(accumulation_dtype(x.dtype))
+
+
 def seen(tile) -> torch.Tensor:
     """Bool `(rows, columns)` of a tile."""
     away = torch.arange(tile.q0, tile.q1)[:, None] - torch.arange(tile.k0, tile.k1)
