@@ -15,8 +15,9 @@ import torch
 from benchmarks.harness import freed_here, peak_bytes, save
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.data import Batch
+from longspan.plan import Topology
 from longspan.train.config import TrainConfig, load_config
-from longspan.train.model import make_model
+from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"
@@ -40,9 +41,9 @@ def main(seq_len: int, cp: int, config: Path, output: Path | None) -> None:
 
 def peak_of_step(config: TrainConfig, cp: int, seq_len: int) -> list[int]:
     """Peak bytes of one step above its start, on every rank."""
-    mesh = join_world(cp, 1, timedelta(minutes=5))
+    meshes = join_world(Topology(dp=1, cp=cp), timedelta(minutes=5))
     try:
-        step = TrainStep(make_model(config), mesh, config.model_copy(update={"steps": 10}))
+        step = TrainStep(make_stages(config, meshes), meshes, config.model_copy(update={"steps": 10}))
         generator = torch.Generator().manual_seed(0)
         batch = Batch.from_documents([torch.randint(1, 256, (seq_len,), generator=generator).numpy()])
         step([batch], 0)  # optimizer state and the parameters' buffers exist from here on
@@ -50,7 +51,7 @@ def peak_of_step(config: TrainConfig, cp: int, seq_len: int) -> list[int]:
         with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             step([batch], 1)
         peaks = [0] * cp
-        torch.distributed.all_gather_object(peaks, peak_bytes(profiler), group=mesh["cp"].get_group())
+        torch.distributed.all_gather_object(peaks, peak_bytes(profiler), group=meshes.data["cp"].get_group())
         return peaks
     finally:
         leave_world()

@@ -20,8 +20,9 @@ from benchmarks.harness import Spread, freed_here, peak_bytes, save
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.traffic import record
 from longspan.data import Batch
+from longspan.plan import Topology
 from longspan.train.config import TrainConfig, load_config
-from longspan.train.model import make_model
+from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"
@@ -51,13 +52,13 @@ def main(seq_len: int, repeats: int, config: Path, output: Path | None) -> None:
 
 def measure(config: TrainConfig, cp: int, seq_len: int, repeats: int) -> list[dict[str, object]]:
     """A row for each kind of recomputation. Collective over `cp` ranks."""
-    mesh = join_world(cp, 1, timedelta(minutes=10), threads=2 // cp)
+    meshes = join_world(Topology(dp=1, cp=cp), timedelta(minutes=10), threads=2 // cp)
     try:
         generator = torch.Generator().manual_seed(0)
         batch = Batch.from_documents([torch.randint(1, 256, (seq_len,), generator=generator).numpy()])
         parallel = config.parallel.model_copy(update={"cp": cp})
         configs = [config.model_copy(update={"recompute": kind, "parallel": parallel, "steps": 99}) for kind in KINDS]
-        steps = [TrainStep(make_model(one), mesh, one) for one in configs]
+        steps = [TrainStep(make_stages(one, meshes), meshes, one) for one in configs]
         found = [_profiled(step, batch, cp) for step in steps]
         seconds: list[list[float]] = [[] for _ in steps]
         for repeat in range(repeats):

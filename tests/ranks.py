@@ -9,6 +9,7 @@
 import atexit
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -106,6 +107,15 @@ def _stop() -> None:
     _pool.clear()
 
 
+def _forget_meshes() -> None:
+    """DTensor takes meshes of the same axes and ranks for one another, and what it keeps of them names their groups."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import _redistribute, debug
+
+        debug._clear_sharding_prop_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+
+
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
@@ -126,6 +136,7 @@ def _serve(pipe: Connection) -> None:
         except BaseException:
             result = (False, f"rank {rank}: {traceback.format_exc()}")
         try:
+            _forget_meshes()
             dist.destroy_process_group()
         except BaseException:
             result = (False, f"rank {rank}: {traceback.format_exc()}")

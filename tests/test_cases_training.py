@@ -9,18 +9,21 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from longspan import ContextParallel, Mask
+from longspan.comm.meshes import Meshes
 from longspan.data import Batch, Loader, open_store
 from longspan.model import ModelConfig
+from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
 from longspan.train.loader import make_loader
-from longspan.train.model import make_model
+from longspan.train.parallel import shard_weights
 from longspan.train.step import TrainStep
 from tests.oracle import raised
 from tests.ranks import run_ranks
 from tests.train import reference
-from tests.train.tiny import make_batch, make_config, make_mesh, random_row
+from tests.train.tiny import make_batch, make_config, make_step, random_row
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 
@@ -93,10 +96,10 @@ class GivenLosses(nn.Module):
     def __init__(self, losses: list[float]) -> None:
         super().__init__()
         self.config = ModelConfig(vocab_size=8, width=4, num_layers=1, num_heads=1, num_kv_heads=1, ffn_width=4)
-        self.layers = nn.ModuleList()
+        self.part, self.blocks = range(1), []
         self.losses = nn.Parameter(torch.tensor(losses, dtype=torch.float64)[:, None])
 
-    def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Any, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, *, labels: torch.Tensor, **others: Any) -> torch.Tensor:
         return (self.losses[ids, 0] * (labels != -100)).sum()
 
 
@@ -120,6 +123,10 @@ class Row:
         return ()
 
     @property
+    def numbers(self) -> None:
+        return None
+
+    @property
     def num_targets(self) -> int:
         return sum(self.valid)
 
@@ -137,10 +144,15 @@ def losses_on_ranks(
 ) -> tuple[float, float, list[float], float]:
     """The loss to optimise, the evaluation, the gradient of each token's loss, the loss that a step reports."""
     dp, cp = config.parallel.dp or 1, config.parallel.cp
-    step = TrainStep(GivenLosses(losses), make_mesh(dp, cp), config)
+    meshes, model = Meshes.of(topology_of(config), "cpu"), GivenLosses(losses)
+    if config.parallel.wrapper == "ddp":
+        model = DistributedDataParallel(model, process_group=meshes.weights["shard"].get_group())
+    else:
+        shard_weights(model, meshes, config)
+    step = TrainStep([model], meshes, config)
     mine = rows[rank // cp :: dp]
-    loss, _, _ = step.backward(mine)
-    gradient = next(iter(step.module.parameters())).grad
+    loss, *_ = step.backward(mine)
+    gradient = next(iter(step.stages[0].parameters())).grad
     gradient = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
     gradient = gradient[:, 0].tolist()
     return loss, step.evaluate(mine), gradient, step(mine, 0).loss
@@ -185,11 +197,11 @@ def test_evaluation_of_rows_with_few_labels(cp: int) -> None:
 
 def gradients_on_ranks(group: Any, rank: int, config: TrainConfig, rows: list[Any]) -> dict[str, Any]:
     dp, cp = config.parallel.dp or 1, config.parallel.cp
-    step = TrainStep(make_model(config), make_mesh(dp, cp), config)
+    step = make_step(config)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        loss, targets, _ = step.backward([make_batch(row) for row in rows[rank // cp :: dp]])
-    gradients = {name: p.grad for name, p in step.module.named_parameters()}
+        loss, targets, *_ = step.backward([make_batch(row) for row in rows[rank // cp :: dp]])
+    gradients = {name: p.grad for name, p in step.stages[0].named_parameters()}
     shards = [g.to_local() if isinstance(g, DTensor) else g for g in gradients.values()]
     whole = {name: g.full_tensor().double().numpy() for name, g in gradients.items()}
     result = step([make_batch(row) for row in rows[rank // cp :: dp]], 0)
@@ -235,9 +247,9 @@ def test_gradients_do_not_depend_on_how_the_world_is_divided() -> None:
 
 
 def read_on_ranks(group: Any, rank: int, config: TrainConfig) -> tuple[int, int, list[bytes], list[int]]:
-    mesh = make_mesh(config.parallel.dp or 1, config.parallel.cp)
-    loader: Loader = make_loader(config, open_store(config.data), mesh["dp"].get_local_rank(), mesh["dp"].size())
-    steps = loader.steps_per_epoch(mesh["dp"].size(), config.accumulation)
+    dp = config.parallel.dp or 1
+    loader: Loader = make_loader(config, open_store(config.data), rank // config.parallel.cp, dp)
+    steps = loader.steps_per_epoch(dp, config.accumulation)
     epochs, rows = [], []
     for _ in range(steps):
         epochs.append(loader.epoch)

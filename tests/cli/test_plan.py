@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner, Result
 
 from longspan.cli.plan import parse_tokens, plan
-from longspan.plan import ROUTES, Costs, Layout, Mask, plan_attention
-from longspan.report import describe
+from longspan.plan import ROUTES, Costs, Layout, Mask, Topology, plan_attention
+from longspan.report import describe, describe_topology
 from longspan.spec import SpecError
 
 
@@ -247,3 +247,108 @@ def test_starts_without_torch(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
     assert "zigzag layout, causal mask, ring route" in done.stdout
+
+
+EXAMPLE = ("--world", "16", "--tp", "2", "--cp", "2", "--pp", "2")
+
+
+def test_groups_of_a_world() -> None:
+    data = record(*EXAMPLE)
+    assert (data["world"], data["order"], data["warnings"]) == (16, "tp-cp-ep-dp-pp", [])
+    assert data["degrees"] == {"dp": 2, "tp": 2, "pp": 2, "cp": 2, "ep": 1, "etp": 1, "edp": 8, "replicas": 1}
+    assert data["nodes"] == [list(range(8)), list(range(8, 16))]
+    assert data["groups"] == {
+        "tp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
+        "dp": [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]],
+        "cp": [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]],
+        "pp": [[0, 8], [1, 9], [2, 10], [3, 11], [4, 12], [5, 13], [6, 14], [7, 15]],
+        "tp-dp": [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]],
+        "tp-cp": [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]],
+        "tp-pp": [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]],
+        "dp-cp": [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]],
+        "dp-pp": [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]],
+        "cp-pp": [[0, 2, 8, 10], [1, 3, 9, 11], [4, 6, 12, 14], [5, 7, 13, 15]],
+        "tp-dp-cp": [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12, 13, 14, 15]],
+        "tp-dp-pp": [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]],
+        "tp-cp-pp": [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]],
+        "dp-cp-pp": [[0, 2, 4, 6, 8, 10, 12, 14], [1, 3, 5, 7, 9, 11, 13, 15]],
+        "tp-dp-cp-pp": [list(range(16))],
+    }
+
+
+def test_every_option_of_a_world() -> None:
+    words = ("--world", "32", "--dp", "4", "--tp", "2", "--pp", "2", "--cp", "2", "--ep", "4", "--etp", "2")
+    words += ("--replicas", "2", "--order", "cp-tp-ep-dp-pp", "--ranks-per-node", "4", "--domain", "2")
+    topology = Topology(4, tp=2, pp=2, cp=2, ep=4, etp=2, replicas=2, order="cp-tp-ep-dp-pp")
+    assert record(*words) == json.loads(describe_topology(topology, 4, 2).to_json())
+
+
+def test_table_of_a_world() -> None:
+    result = run(*EXAMPLE, "--ranks-per-node", "4")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = [line.rstrip() for line in result.stdout.splitlines()]
+    assert lines[0] == "16 ranks: dp 2 x tp 2 x pp 2 x cp 2"
+    assert "4 nodes of 4 ranks" in lines
+    assert "tp-pp     [0,1,8,9] [2,3,10,11] [4,5,12,13] [6,7,14,15]" in lines
+    assert max(map(len, lines)) <= 80
+    assert "layout" not in result.stdout
+
+
+def test_a_world_and_a_sequence() -> None:
+    sequence = ("--cp", "4", "--seq-len", "8k", "--heads", "4/4", "--route", "usp")
+    data = record("--world", "16", "--tp", "2", *sequence, "--ranks-per-node", "4")
+    # On a node of 4 lie 2 ranks of a CP group, so that 2 exchange heads.
+    plan_alone = record(*sequence, "--tp", "2", "--ranks-per-node", "2")
+    assert (data["plan"], plan_alone["inner"]) == (plan_alone, 2)
+    assert data["groups"]["cp"] == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
+    result = run("--world", "4", "--cp", "2", "--documents", "24,40", "--ranks-per-node", "2")
+    assert (result.exit_code, result.stderr) == (0, "")
+    world, plan_table = result.stdout.split("\n\nzigzag layout, 2 causal documents, ring route\n")
+    assert world.startswith("4 ranks: dp 2 x tp 1 x pp 1 x cp 2\n")
+    assert plan_table.startswith("2 ranks, 64 tokens")
+
+
+@pytest.mark.parametrize(
+    ("words", "stderr"),
+    [
+        (
+            ("--world", "16", "--cp", "3"),
+            "error: cp 3 does not divide a world of 16 ranks\n\n"
+            "hint: set cp to 1, 2, 4, 8 or 16; or start a multiple of 3 ranks\n",
+        ),
+        (
+            ("--world", "16", "--ranks-per-node", "6"),
+            "error: nodes of 6 ranks do not make a world of 16\n\n"
+            "hint: set --ranks-per-node to 1, 2, 4, 8 or 16, or start a multiple of 6 ranks\n",
+        ),
+        (
+            ("--world", "16", "--order", "dp-tp"),
+            "error: order 'dp-tp' does not name each of tp, cp, ep, dp, pp once\n\n"
+            'hint: write the axes from fastest to slowest, such as "tp-cp-ep-dp-pp"\n',
+        ),
+        (
+            ("--world", "16", "--heads", "8/8", "--mask", "full"),
+            "error: --mask, --heads mean nothing without --seq-len\n\n"
+            "hint: set --seq-len 8k, or --documents, to plan a sequence over cp; or leave --mask, --heads out\n",
+        ),
+        (
+            ("--seq-len", "8k", "--cp", "2", "--pp", "2"),
+            "error: --pp means nothing without --world\n\n"
+            "hint: set --world to the ranks of the run; or leave --pp out\n",
+        ),
+    ],
+)
+def test_what_a_world_refuses(words: tuple[str, ...], stderr: str) -> None:
+    result = run(*words)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", stderr)
+
+
+def test_a_world_starts_without_torch() -> None:
+    program = (
+        "import sys; from longspan.cli.main import main\n"
+        "main(['plan', '--world', '1024', '--tp', '8', '--cp', '4', '--ep', '16'], standalone_mode=False)\n"
+        "print(sorted({'torch', 'matplotlib'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stderr == "[]\n"
+    assert done.stdout.startswith("1,024 ranks: dp 32 x tp 8 x pp 1 x cp 4, ep 16 x etp 1 x edp 64 a stage\n")

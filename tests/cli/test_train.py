@@ -168,8 +168,8 @@ def test_a_degree_that_does_not_fit_the_world_of_torchrun(
     result = run(folder / "run.toml", "--set", f"run_dir={tmp_path}/run")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: cp 2 does not make a world of 3 ranks\n\n"
-        "hint: start 2 ranks, or set parallel.cp to one of 1, 3 without parallel.dp\n"
+        "error: cp 2 does not divide a world of 3 ranks\n\n"
+        "hint: set cp to 1 or 3; or start a multiple of 2 ranks\n"
     )
 
 
@@ -262,7 +262,7 @@ def test_torchrun_with_another_world_is_refused_on_every_rank(folder: Path, tmp_
         out, err = under.communicate(timeout=100)
     assert under.returncode != 0
     assert out == ""
-    assert err.count("error: cp 3 does not make a world of 2 ranks") == 2
+    assert err.count("error: cp 3 does not divide a world of 2 ranks") == 2
     assert not (tmp_path / "run").exists()
 
 

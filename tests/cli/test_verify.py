@@ -176,7 +176,7 @@ class Break(importlib.abc.MetaPathFinder):
 
         def execute(module):
             run(module)
-            module.mean_loss_scale = lambda targets, ranks: 1 / targets
+            module.mean_loss_scale = lambda targets, ranks: 2 / targets
 
         spec.loader.exec_module = execute
         return spec

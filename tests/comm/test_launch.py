@@ -14,45 +14,10 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm import launch as module
-from longspan.comm.launch import check_degrees, join_world, launch, leave_world, under_torchrun
+from longspan.comm.launch import join_world, launch, leave_world
+from longspan.comm.torchrun import under_torchrun, world_size
+from longspan.plan import Topology
 from longspan.spec import CommError, SpecError
-
-
-@pytest.mark.parametrize(
-    ("world", "cp", "dp", "left"), [(1, 1, None, 1), (8, 2, None, 4), (8, 2, 4, 4), (8, 8, None, 1), (6, 3, 2, 2)]
-)
-def test_degrees_that_make_the_world(world: int, cp: int, dp: int | None, left: int) -> None:
-    assert check_degrees(world, cp, dp) == left
-
-
-@pytest.mark.parametrize(
-    ("world", "cp", "dp", "message", "hint"),
-    [
-        (
-            6, 4, None, "cp 4 does not make a world of 6 ranks",
-            "start 4 ranks, or set parallel.cp to one of 1, 2, 3, 6 without parallel.dp",
-        ),
-        (
-            8, 2, 3, "cp 2 x dp 3 does not make a world of 8 ranks",
-            "start 6 ranks, or set parallel.cp to one of 1, 2, 4, 8 without parallel.dp",
-        ),
-        (
-            2, 4, None, "cp 4 does not make a world of 2 ranks",
-            "start 4 ranks, or set parallel.cp to one of 1, 2 without parallel.dp",
-        ),
-    ],
-)  # fmt: skip
-def test_degrees_that_do_not(world: int, cp: int, dp: int | None, message: str, hint: str) -> None:
-    with pytest.raises(SpecError) as told:
-        check_degrees(world, cp, dp)
-    assert (told.value.message, told.value.hint) == (message, hint)
-
-
-def test_a_world_of_another_size_is_refused_before_a_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(SpecError, match="cp 2 does not make a world of 3 ranks"):
-        join_world(2, None, timedelta(seconds=5))
-    assert not dist.is_initialized()
 
 
 def test_whether_a_launcher_made_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,11 +28,12 @@ def test_whether_a_launcher_made_this_process(monkeypatch: pytest.MonkeyPatch) -
     assert not under_torchrun()
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert under_torchrun()
+    assert world_size() == 1
 
 
 def look_around(dp: int, cp: int) -> dict[str, Any]:
     try:
-        mesh = join_world(cp, dp, timedelta(seconds=30), threads=3)
+        mesh = join_world(Topology(dp=dp, cp=cp), timedelta(seconds=30), threads=3).data
         everyone: list[Any] = [None] * dist.get_world_size()
         here = {name: mesh[name].get_local_rank() for name in ("dp", "cp")}
         dist.all_gather_object(everyone, here | {"threads": torch.get_num_threads(), "rank": dist.get_rank()})
@@ -78,7 +44,7 @@ def look_around(dp: int, cp: int) -> dict[str, Any]:
 
 def test_ranks_of_a_cp_group_are_neighbours_and_rank_0_answers() -> None:
     found = launch(look_around, (2, 2), 4)
-    assert found["axes"] == ("dp", "cp")
+    assert found["axes"] == ("pp", "dp", "cp", "tp")
     assert found["everyone"] == [{"rank": rank, "dp": rank // 2, "cp": rank % 2, "threads": 3} for rank in range(4)]
     assert not dist.is_initialized()
 
@@ -86,7 +52,7 @@ def test_ranks_of_a_cp_group_are_neighbours_and_rank_0_answers() -> None:
 def lose_rank_1(how: str, note: Path) -> None:
     """Rank 1 ends while rank 0 waits for it."""
     try:
-        join_world(2, 1, timedelta(seconds=300))
+        join_world(Topology(dp=1, cp=2), timedelta(seconds=300))
         dist.barrier()
         if dist.get_rank() == 1:
             note.write_text(str(time.time()))

@@ -4,9 +4,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from longspan.model import Decoder, Llama3RopeScaling, ModelConfig
+from longspan.model import Decoder, ExpertsConfig, Llama3RopeScaling, MixtureOfExperts, ModelConfig
 
 from .reference import make_config
+
+EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_width": 12}
 
 
 def test_head_dim_defaults_to_an_equal_share_of_the_width():
@@ -30,6 +32,17 @@ def test_num_parameters_counts_the_modules_own(changes):
     assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("shared", [0, 24])
+def test_num_parameters_counts_router_experts_and_shared_expert(shared):
+    experts = {"num_experts": 6, "top_k": 2, "ffn_width": 20, "shared_ffn_width": shared}
+    config = make_config(ffn_width=None, experts=experts)
+    with torch.device("meta"):
+        layer = MixtureOfExperts(config, 0, torch.nn.Linear(3 * 24, 32, bias=False) if shared else None)
+    layers_apart = config.num_parameters - make_config().num_parameters + 2 * 3 * 32 * 48
+    assert layers_apart == 2 * sum(parameter.numel() for parameter in layer.parameters())
+    assert layers_apart == 2 * (6 * 32 + 6 * 3 * 32 * 20 + 3 * 32 * shared)
+
+
 def test_num_parameters_of_smollm2_135m():
     config = ModelConfig(
         vocab_size=49152, width=576, num_layers=30, num_heads=9, num_kv_heads=3, ffn_width=1536, tie_embeddings=True
@@ -49,12 +62,41 @@ def test_num_parameters_of_smollm2_135m():
         ({"num_layers": 0}, ["num_layers", "greater than 0", "input_value=0"]),
         ({"rope_scaling": {"kind": "yarn"}}, ["rope_scaling 'yarn' is not supported", "Llama3RopeScaling"]),
         ({"dropout": 0.1}, ["dropout", "Extra inputs are not permitted"]),
+        ({"ffn_width": 0}, ["ffn_width", "greater than 0", "input_value=0"]),
+        ({"ffn_width": None}, ["neither ffn_width nor experts is given", "give ffn_width for dense layers"]),
+        ({"experts": EXPERTS}, ["both ffn_width 48 and experts are given", "a ffn_width of their own"]),
     ],
 )
 def test_errors_name_the_values_and_the_way_out(changes, words):
     with pytest.raises(ValidationError) as caught:
         make_config(**changes)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"top_k": 9}, ["top_k 9 is more than 8 experts", "set top_k to at most 8, or num_experts to at least 9"]),
+        ({"top_k": 1}, ["top_k 1 with normalise=true gives every expert the weight 1", "set normalise=false"]),
+        ({"ffn_width": 0}, ["experts.ffn_width", "greater than 0"]),
+        ({"balance": -0.1}, ["experts.balance", "greater than or equal to 0"]),
+        ({"balance_over": "token"}, ["experts.balance_over", "'batch' or 'document'"]),
+        ({"capacity": 1.25}, ["experts.capacity", "Extra inputs are not permitted"]),
+    ],
+)
+def test_errors_of_experts_name_the_values_and_the_way_out(changes, words):
+    with pytest.raises(ValidationError) as caught:
+        make_config(ffn_width=None, experts=EXPERTS | changes)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_experts_are_frozen_values():
+    config = make_config(ffn_width=None, experts=EXPERTS)
+    assert config.experts == ExpertsConfig(**EXPERTS)
+    assert ModelConfig(**config.model_dump(mode="json")) == config
+    assert hash(config) == hash(make_config(ffn_width=None, experts=EXPERTS))
+    with pytest.raises(ValidationError, match="frozen"):
+        config.experts.top_k = 3
 
 
 def test_llama3_scaling_needs_a_band_between_its_factors():

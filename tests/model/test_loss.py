@@ -1,4 +1,5 @@
-"""The loss against values worked out by hand and against plain, unchunked cross-entropy in fp64."""
+"""The loss against values worked out by hand and against plain, unchunked cross-entropy in fp64; on real ranks, each with a
+part of the vocabulary, too."""
 
 import math
 import warnings
@@ -6,9 +7,12 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.model import count_targets, mean_loss_scale, token_loss_sum
+from longspan.model import VocabShard, count_targets, mean_loss_scale, token_loss_sum
 from longspan.spec import SpecError
+from tests.oracle import raised
+from tests.ranks import run_ranks
 
 from .reference import relative_error
 
@@ -147,6 +151,100 @@ def test_autocast_sees_the_same_logits_in_forward_and_backward():
     right = token_loss_sum(hidden, labels, weight)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(token_loss_sum(hidden, labels, weight), right)
+
+
+class Outputs(TorchDispatchMode):
+    """The shapes of all tensors that operators return, and the names of the operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.names = set(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.names.append(function.name())
+        self.sizes.update(
+            size for x in torch.utils._pytree.tree_leaves(result) if torch.is_tensor(x) for size in x.shape
+        )
+        return result
+
+
+def _by_vocabulary(group, rank, dtype, sizes, labels, chunk_tokens):
+    """Loss, this part's gradients, and what was made: the head's rows are cut into `sizes`."""
+    hidden, _, weight = random_case(dtype, num_tokens=labels.numel(), vocab=sum(sizes))
+    start = sum(sizes[:rank])
+    own = weight.detach()[start : start + sizes[rank]].clone().requires_grad_()
+    with Outputs() as outputs:
+        vocab = VocabShard(start, sum(sizes), group)
+        loss = token_loss_sum(hidden, labels, own, chunk_tokens=chunk_tokens, vocab=vocab)
+        grads = torch.autograd.grad(loss * 3, (hidden, own))
+    collectives = [name for name in outputs.names if name.startswith("c10d")]
+    return loss.detach(), *grads, outputs.sizes, collectives
+
+
+PARTS = [(16, 15), (11, 11, 9), (1, 0, 30)]
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, None])
+@pytest.mark.parametrize("sizes", PARTS, ids=str)
+def test_parts_of_the_vocabulary_give_the_loss_and_gradients_of_the_whole(sizes, chunk_tokens):
+    hidden, labels, weight = random_case(torch.float64, num_tokens=60, vocab=31)
+    right = plain(hidden, labels, weight)
+    right_hidden, right_weight = torch.autograd.grad(right * 3, (hidden, weight))
+    losses, by_hidden, by_weight, made, collectives = zip(
+        *run_ranks(len(sizes), _by_vocabulary, torch.float64, sizes, labels, chunk_tokens), strict=True
+    )
+    assert all(torch.equal(loss, losses[0]) for loss in losses)
+    assert losses[0].item() == pytest.approx(right.item(), rel=1e-13)
+    assert relative_error(sum(by_hidden), right_hidden) < 1e-13
+    assert [len(grad) for grad in by_weight] == list(sizes)
+    assert relative_error(torch.cat(by_weight), right_weight) < 1e-13
+    # Each rank makes logits of its own part alone; one all-gather in forward is all that travels.
+    assert all(size in own and 31 not in own for size, own in zip(sizes, made, strict=True))
+    assert all(len(names) == 1 and "gather" in names[0] for names in collectives)
+
+
+def test_parts_in_half_precision_are_as_good_as_the_whole():
+    hidden, labels, weight = random_case(torch.bfloat16, num_tokens=512, vocab=31)
+    h64, w64 = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    right = plain(h64, labels, w64)
+    right = [right, *torch.autograd.grad(right * 3, (h64, w64))]
+    whole = token_loss_sum(hidden, labels, weight, chunk_tokens=64)
+    whole = [whole, *torch.autograd.grad(whole * 3, (hidden, weight))]
+    results = run_ranks(2, _by_vocabulary, torch.bfloat16, (16, 15), labels, 64)
+    losses, by_hidden, by_weight, _, _ = zip(*results, strict=True)
+    parts = [losses[0], sum(x.float() for x in by_hidden), torch.cat(by_weight)]
+    assert [loss.dtype for loss in losses] == [torch.float32] * 2
+    assert {grad.dtype for grad in (*by_hidden, *by_weight)} == {torch.bfloat16}
+    for value, reference, expected in zip(parts, whole, right, strict=True):
+        assert relative_error(value.double(), expected) <= 2 * relative_error(reference.double(), expected) + 1e-6
+
+
+@pytest.mark.parametrize("labels", [torch.full((1, 9), -100), torch.zeros(1, 0, dtype=torch.int64)])
+def test_parts_without_a_target_are_zero(labels):
+    for loss, by_hidden, by_weight, _, _ in run_ranks(2, _by_vocabulary, torch.float64, (3, 2), labels, 4):
+        assert loss.item() == 0.0
+        assert torch.equal(by_hidden, torch.zeros(*labels.shape, 8, dtype=torch.float64))
+        assert torch.equal(by_weight, torch.zeros(len(by_weight), 8, dtype=torch.float64))
+
+
+def _refused(group, rank, start, label):
+    vocab = VocabShard(start, 6, group)
+    return raised(token_loss_sum, torch.zeros(1, 4), torch.tensor([label]), torch.zeros(3, 4), vocab=vocab)
+
+
+@pytest.mark.parametrize(
+    ("start", "label", "words"),
+    [
+        (3, 6, "label 6 is outside [0, 6)"),
+        (4, 0, "3 rows from row 4 on do not lie in a head of 6\n\nhint: start is the first"),
+        (-1, 0, "3 rows from row -1 on do not lie in a head of 6"),
+    ],
+)
+def test_a_part_refuses_what_the_whole_head_has_not(start, label, words):
+    for kind, text in run_ranks(2, _refused, start, label):
+        assert kind == "SpecError"
+        assert text.startswith(words)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from longspan.model import ModelConfig
+from longspan.model.config import ExpertsConfig, ModelConfig
+from longspan.model.philox import keep
 from longspan.train.config import TrainConfig
 from longspan.train.model import make_model
 from tests.train.tiny import Document
@@ -26,23 +27,40 @@ class History(NamedTuple):
     norms: list[float]
     gradients: Weights
     weights: Weights
+    balance: list[float | None]
+    evaluated: float
 
 
-def train(config: TrainConfig, steps: list[list[list[Document]]]) -> History:
-    """One optimizer step for each list of rows, on the mean over all their targets."""
+class Drop(NamedTuple):
+    """Dropout of the tokens from number `first` of the run on; None in the place of it: none."""
+
+    config: TrainConfig
+    first: int
+
+    def __call__(self, x: Tensor, site: int) -> Tensor:
+        numbers = torch.arange(self.first, self.first + len(x))
+        kept = keep(numbers, x.shape[1], self.config.dropout, seed=self.config.seed, site=site)
+        return x * kept / (1 - self.config.dropout)
+
+
+def train(config: TrainConfig, steps: list[list[list[Document]]], *, dropout: bool = False) -> History:
+    """One optimizer step for each list of rows, on the mean over all their targets, and the mean loss of the first rows after.
+
+    With dropout, row `r` of all rows holds the tokens from number `r * row_tokens` on.
+    """
     assert config.model is not None, "the tests give the shape of the model"
     weights = {name: w.detach().clone().requires_grad_() for name, w in make_model(config).state_dict().items()}
     optim = config.optim
     matrices, vectors = ([w for w in weights.values() if (w.ndim > 1) is big] for big in (True, False))
     groups = [{"params": matrices, "weight_decay": optim.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     adam = torch.optim.AdamW(groups, betas=optim.betas, eps=optim.eps)
-    losses, norms, first = [], [], {}
+    losses, norms, balance, first = [], [], [], {}
     for index, rows in enumerate(steps):
         adam.zero_grad()
-        documents = [document for row in rows for document in row]
-        targets = sum(sum(wanted[1:]) for _, wanted in documents)
-        loss = torch.stack([loss_sum(weights, config.model, document) for document in documents]).sum() / targets
-        loss.backward()
+        places = [(index * len(rows) + r) * config.data.row_tokens for r in range(len(rows))] if dropout else None
+        loss, extra = losses_of(weights, config, rows, places)
+        (loss + extra).backward()
+        balance.append(float(extra.detach()) if config.model.experts and config.model.experts.balance else None)
         if index == 0:
             first = {name: w.grad.clone() for name, w in weights.items()}
         norms.append(float(torch.nn.utils.clip_grad_norm_(weights.values(), optim.clip_norm or math.inf)))
@@ -50,16 +68,64 @@ def train(config: TrainConfig, steps: list[list[list[Document]]]) -> History:
             group["lr"] = rate(config, index)
         adam.step()
         losses.append(float(loss.detach()))
-    return History(losses, norms, first, {name: w.detach() for name, w in weights.items()})
+    with torch.no_grad():
+        evaluated = float(losses_of(weights, config, steps[0], None)[0])
+    return History(losses, norms, first, {name: w.detach() for name, w in weights.items()}, balance, evaluated)
 
 
-def loss_sum(weights: Weights, model: ModelConfig, document: Document) -> Tensor:
+def losses_of(
+    weights: Weights, config: TrainConfig, rows: list[list[Document]], places: list[int] | None
+) -> tuple[Tensor, Tensor]:
+    """Of a global batch: the mean over its targets, and the balance loss of its experts over its tokens.
+
+    `places`: the number of each row's first token in the run, for dropout.
+    """
+    assert config.model is not None, "the tests give the shape of the model"
+    total, extra, targets, tokens = torch.zeros(()).double(), torch.zeros(()).double(), 0, 0
+    for r, row in enumerate(rows):
+        routed: list[list[Tensor]] = []
+        start = 0
+        for document in row:
+            drop = None if places is None else Drop(config, places[r] + start)
+            total = total + loss_sum(weights, config.model, document, drop, routed)
+            start += len(document[0])
+            targets += sum(document[1][1:])
+        tokens += start
+        extra = extra + _balance(routed, config.model)
+    return total / targets, extra / tokens
+
+
+def _balance(routed: list[list[Tensor]], model: ModelConfig) -> Tensor:
+    """By definition: for each layer and unit `tokens X sum_e f_e P_e`; `routed` holds the probabilities of each document's
+    layers."""
+    experts = model.experts
+    total = torch.zeros(()).double()
+    if experts is None:
+        return total
+    for layers in zip(*routed, strict=True):
+        for p in layers if experts.balance_over == "document" else [torch.cat(layers)]:
+            chosen = p.topk(experts.top_k, dim=-1).indices.flatten()
+            share = torch.bincount(chosen, minlength=experts.num_experts).double() / (experts.top_k * len(p))
+            total = total + len(p) * experts.num_experts * (share * p.mean(0)).sum()
+    return experts.balance * total
+
+
+def loss_sum(
+    weights: Weights,
+    model: ModelConfig,
+    document: Document,
+    drop: Drop | None = None,
+    routed: list[list[Tensor]] | None = None,
+) -> Tensor:
     """Sum of the cross-entropy of a document's wanted tokens, each predicted from those before it."""
     ids, wanted = (torch.tensor(values) for values in document)
     x = weights["embed_tokens.weight"][ids]
+    probabilities: list[Tensor] = []
     for layer in range(model.num_layers):
-        window = model.windows[layer] if model.windows else None
-        x = _block(x, {n.removeprefix(f"layers.{layer}."): w for n, w in weights.items()}, model, window)
+        own = {n.removeprefix(f"layers.{layer}."): w for n, w in weights.items()}
+        x = _block(x, own, model, layer, drop, probabilities)
+    if routed is not None:
+        routed.append(probabilities)
     x = _norm(x, weights["norm.weight"], model)
     logits = x @ weights.get("lm_head.weight", weights["embed_tokens.weight"]).T
     losses = F.cross_entropy(logits[:-1], ids[1:], reduction="none")
@@ -76,8 +142,11 @@ def rate(config: TrainConfig, step: int) -> float:
     return low + (optim.lr - low) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def _block(x: Tensor, w: dict[str, Any], model: ModelConfig, window: int | None) -> Tensor:
+def _block(
+    x: Tensor, w: dict[str, Any], model: ModelConfig, layer: int, drop: Drop | None, probabilities: list[Tensor]
+) -> Tensor:
     n = x.shape[0]
+    window = model.windows[layer] if model.windows else None
     h = _norm(x, w["input_layernorm.weight"], model)
     q, k, v = ((h @ w[f"self_attn.{name}_proj.weight"].T).view(n, -1, model.head_dim).transpose(0, 1) for name in "qkv")
     if model.qk_norm:
@@ -87,10 +156,35 @@ def _block(x: Tensor, w: dict[str, Any], model: ModelConfig, window: int | None)
     visible = (away >= 0) & (away < (n if window is None else window))
     k, v = (t.repeat_interleave(model.num_heads // model.num_kv_heads, 0) for t in (k, v))
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=visible)[0]
-    x = x + out.transpose(0, 1).reshape(n, -1) @ w["self_attn.o_proj.weight"].T
+    added = out.transpose(0, 1).reshape(n, -1) @ w["self_attn.o_proj.weight"].T
+    x = x + (added if drop is None else drop(added, 2 * layer))
     h = _norm(x, w["post_attention_layernorm.weight"], model)
-    gated = F.silu(h @ w["mlp.gate_proj.weight"].T) * (h @ w["mlp.up_proj.weight"].T)
-    return x + gated @ w["mlp.down_proj.weight"].T
+    if model.experts is None:
+        added = _feed(h, w["mlp.gate_proj.weight"], w["mlp.up_proj.weight"], w["mlp.down_proj.weight"])
+    else:
+        added = _experts(h, w, model.experts, probabilities)
+    return x + (added if drop is None else drop(added, 2 * layer + 1))
+
+
+def _feed(h: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (F.silu(h @ gate.T) * (h @ up.T)) @ down.T
+
+
+def _experts(h: Tensor, w: dict[str, Any], experts: ExpertsConfig, probabilities: list[Tensor]) -> Tensor:
+    """Every expert on every token, weighted by 0 where it was not chosen."""
+    p = (h @ w["mlp.gate.weight"].T).softmax(-1)
+    probabilities.append(p)
+    best, chosen = p.topk(experts.top_k, dim=-1)
+    if experts.normalise:
+        best = best / best.sum(-1, keepdim=True)
+    weights = torch.zeros_like(p).scatter(1, chosen, best)
+    parts = []
+    for e in range(experts.num_experts):
+        gate, up = w["mlp.experts.gate_up_proj"][e].chunk(2)
+        parts.append(weights[:, e, None] * _feed(h, gate, up, w["mlp.experts.down_proj"][e]))
+    if experts.shared_ffn_width:
+        parts.append(_feed(h, *(w[f"mlp.shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down"))))
+    return torch.stack(parts).sum(0)
 
 
 def _norm(x: Tensor, weight: Tensor, model: ModelConfig) -> Tensor:

@@ -22,12 +22,11 @@ from longspan.train.run import prepare, run
 from longspan.verify.baseline import attend_documents
 from tests.oracle import raised
 from tests.ranks import run_ranks
-from tests.train.tiny import make_config, make_mesh, write_corpus
+from tests.train.tiny import make_config, make_meshes, make_step, write_corpus
 
 
 def run_on_ranks(group: Any, rank: int, config: TrainConfig) -> dict[str, Any] | None:
-    mesh = make_mesh(config.parallel.dp or 1, config.parallel.cp)
-    with patch("longspan.train.run.join", return_value=mesh):
+    with patch("longspan.train.run.join", return_value=make_meshes(config)):
         summary = run(config, quiet=True)
     return None if summary is None else asdict(summary)
 
@@ -173,10 +172,7 @@ def test_a_checkpoint_is_not_written_over(saved: TrainConfig) -> None:
 
 
 def load_on_ranks(group: Any, rank: int, config: TrainConfig) -> tuple[str, str]:
-    from longspan.train.step import TrainStep
-
-    step = TrainStep(make_model(config), make_mesh(1, config.parallel.cp), config)
-    return raised(checkpoint.load, checkpoint.newest(config.run_dir), step)
+    return raised(checkpoint.load, checkpoint.newest(config.run_dir), make_step(config))
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_and_on_every_rank(folder: Path, saved: TrainConfig) -> None:
@@ -253,6 +249,10 @@ def test_export_is_a_folder_that_transformers_reads(folder: Path, tied: bool) ->
     [
         ({"model__qk_norm": True}, "qk_norm=True, windows=()"),
         ({"model__windows": [4, None]}, "qk_norm=False, windows=(4, None)"),
+        (
+            {"model__ffn_width": None, "model__experts": {"num_experts": 4, "top_k": 2, "ffn_width": 8}},
+            "qk_norm=False, windows=(), 4 experts",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_exported_is_refused_before_the_run(

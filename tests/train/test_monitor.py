@@ -10,8 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from longspan import Layout, plan_attention
 from longspan.data import Loader, open_store
 from longspan.train.config import TrainConfig
+from longspan.train.micro import masks_of
 from longspan.train.monitor import Monitor, json_line
-from longspan.train.step import StepResult, masks_of
+from longspan.train.step import StepResult
 from longspan.train.usage import BalanceWatch
 from tests.train.test_checkpoint import train
 from tests.train.test_usage import used
@@ -19,7 +20,7 @@ from tests.train.tiny import make_config, write_corpus
 
 STEP_KEYS = {
     "step": int, "loss": float, "grad_norm": float, "learning_rate": float, "targets": int, "tokens": int,
-    "skipped": bool, "seconds": float, "tokens_per_second": float, "tokens_seen": int,
+    "skipped": bool, "balance_loss": type(None), "seconds": float, "tokens_per_second": float, "tokens_seen": int,
     "slowest_rank": int, "pairs_imbalance": float, "time_imbalance": float, "ranks": list,
 }  # fmt: skip
 RANK_KEYS = {

@@ -49,7 +49,7 @@ def test_clips_as_torch_does_and_steps_at_that_rate(clip: float | None, scale: f
         parameter.grad *= scale
     config = OptimConfig(lr=7.0, weight_decay=0.3)
     loss_scale = LossScale(value=scale, patience=10)
-    norm = update(ours, make_optimizer(ours, config), loss_scale, 0.01, clip)
+    norm = update([make_optimizer(ours, config)], ours.parameters(), loss_scale, 0.01, clip)
     total = torch.nn.utils.clip_grad_norm_(theirs.parameters(), clip or math.inf)
     matrix, vector = theirs.parameters()
     torch.optim.AdamW(
@@ -71,7 +71,7 @@ def test_a_step_without_a_finite_norm_changes_nothing_but_the_scale(spoil: float
     next(model.parameters()).grad[0, 0] = spoil
     optimizer = make_optimizer(model, OptimConfig(lr=1.0))
     scale = LossScale(value=8.0, good_steps=3)
-    assert not math.isfinite(update(model, optimizer, scale, 1.0, 1.0))
+    assert not math.isfinite(update([optimizer], model.parameters(), scale, 1.0, 1.0))
     assert (scale.value, scale.good_steps) == (4.0, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert not optimizer.state
@@ -90,12 +90,6 @@ def test_only_matrices_decay_and_frozen_parameters_are_left_out() -> None:
 @pytest.mark.parametrize(("dtype", "value"), [("fp64", 1.0), ("fp32", 1.0), ("bf16", 1.0), ("fp16", 65536.0)])
 def test_first_loss_scale(dtype: str, value: float) -> None:
     assert LossScale.of_dtype(dtype).value == value
-
-
-@pytest.mark.parametrize(("ranks", "value"), [(1, 65536.0), (2, 32768.0), (3, 16384.0), (4, 16384.0), (5, 8192.0)])
-def test_first_loss_scale_makes_room_for_the_average_over_ranks(ranks: int, value: float) -> None:
-    assert LossScale.of_dtype("fp16", ranks).value == value
-    assert LossScale.of_dtype("fp32", ranks).value == 1.0
 
 
 def test_loss_scale_transitions() -> None:

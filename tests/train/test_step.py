@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 from longspan import Mask, record
 from longspan.data import Batch
 from longspan.train.config import TrainConfig
+from longspan.train.micro import mask_of
 from longspan.train.model import make_model
-from longspan.train.step import TrainStep, mask_of
+from longspan.train.parallel import decoder_of
 from tests.ranks import run_ranks
 from tests.train import reference
-from tests.train.tiny import MODEL, Document, make_batch, make_config, make_mesh, random_row
+from tests.train.tiny import MODEL, Document, make_batch, make_config, make_step, random_row
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 STEPS = 3
@@ -36,11 +37,6 @@ def whole(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.detach().double().numpy().copy()
 
 
-def make_step(config: TrainConfig) -> TrainStep:
-    parallel = config.parallel
-    return TrainStep(make_model(config), make_mesh(parallel.dp or 1, parallel.cp), config)
-
-
 def own_batches(config: TrainConfig, group: Any, rows: list[list[Document]]) -> list[Any]:
     """This rank's micro-batches: the rows are dealt to the dp ranks in turn."""
     dp, cp = config.parallel.dp or 1, config.parallel.cp
@@ -54,7 +50,7 @@ def train_on_ranks(group: Any, rank: int, config: TrainConfig, steps: list[list[
         with record() as seen:
             done.append(step(own_batches(config, group, rows), index))
         calls.append([call.phase for call in seen])
-    weights = {name.removeprefix("module."): whole(p) for name, p in step.module.named_parameters()}
+    weights = {name: whole(p) for name, p in decoder_of(step.stages[0]).named_parameters()}
     return {
         "losses": [result.loss for result in done],
         "norms": [result.grad_norm for result in done],
@@ -161,8 +157,8 @@ def gradients_on_ranks(group: Any, rank: int, config: TrainConfig, rows: list[li
     step = make_step(config)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        loss, targets, tokens = step.backward(own_batches(config, group, rows))
-    gradients = {name.removeprefix("module."): p.grad for name, p in step.module.named_parameters()}
+        loss, targets, tokens, _ = step.backward(own_batches(config, group, rows))
+    gradients = {name: p.grad for name, p in decoder_of(step.stages[0]).named_parameters()}
     local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients.values()]
     return {
         "loss": loss,
@@ -171,25 +167,30 @@ def gradients_on_ranks(group: Any, rank: int, config: TrainConfig, rows: list[li
         "finite": all(bool(g.isfinite().all()) for g in local),
         "gradients": {name: whole(g) / step.scale.value for name, g in gradients.items()},
         "dtypes": sorted({str(g.dtype) for g in local}),
-        "weight_dtypes": sorted({str(p.dtype) for p in step.module.parameters()}),
+        "weight_dtypes": sorted({str(p.dtype) for p in step.stages[0].parameters()}),
         "warnings": [str(w.message) for w in told if "ignored" in str(w.message)],
     }
 
 
 @pytest.mark.parametrize(("dtype", "half_spacing"), [("bf16", 2.0**-9), ("fp16", 2.0**-12)])
 def test_half_precision_is_as_near_to_exact_as_on_one_rank(dtype: str, half_spacing: float) -> None:
+    """The worst of three draws of the first weights: one draw may round luckily on one rank."""
     rows = rows_of(1)[0]
-    exact = reference.train(make_config(), [rows])
 
-    def errors(got: dict[str, Any]) -> dict[str, float]:
-        found = {name: error(gradient, exact.gradients[name]) for name, gradient in got["gradients"].items()}
-        return found | {"the loss": abs(got["loss"] / exact.losses[0] - 1)}
+    def errors(cp: int) -> dict[str, float]:
+        worst: dict[str, float] = {}
+        for seed in range(3):
+            exact = reference.train(make_config(seed=seed), [rows])
+            for got in run_ranks(cp, gradients_on_ranks, make_config(dtype=dtype, parallel__cp=cp, seed=seed), rows):
+                assert got["dtypes"] == got["weight_dtypes"] == ["torch.float32"]
+                found = {name: error(gradient, exact.gradients[name]) for name, gradient in got["gradients"].items()}
+                found["the loss"] = abs(got["loss"] / exact.losses[0] - 1)
+                worst = {name: max(e, worst.get(name, 0.0)) for name, e in found.items()}
+        return worst
 
-    own = errors(run_ranks(1, gradients_on_ranks, make_config(dtype=dtype), rows)[0])
+    own = errors(1)
     assert max(own.values()) > half_spacing / 4, "it did not compute in half precision"
-    for got in run_ranks(2, gradients_on_ranks, make_config(dtype=dtype, parallel__cp=2), rows):
-        assert got["dtypes"] == got["weight_dtypes"] == ["torch.float32"]
-        assert {name: e for name, e in errors(got).items() if e > 2 * own[name] + half_spacing} == {}
+    assert {name: e for name, e in errors(2).items() if e > 2 * own[name] + half_spacing} == {}
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
@@ -207,14 +208,14 @@ def test_loss_falls_on_rows_that_come_again(dtype: str, dp: int, cp: int) -> Non
 def overflow_on_ranks(group: Any, rank: int, config: TrainConfig, rows: list[list[Document]]) -> dict[str, Any]:
     """A step at an absurd scale, then one at a scale that works."""
     step = make_step(config)
-    before = [whole(p) for p in step.module.parameters()]
+    before = [whole(p) for p in step.stages[0].parameters()]
     step.scale.value = 2.0**60
     spoiled = step(own_batches(config, group, rows), 1)
     scale_after = step.scale.value
-    unchanged = all(np.array_equal(a, whole(b)) for a, b in zip(before, step.module.parameters(), strict=True))
+    unchanged = all(np.array_equal(a, whole(b)) for a, b in zip(before, step.stages[0].parameters(), strict=True))
     step.scale.value = 2.0**10
     good = step(own_batches(config, group, rows), 1)
-    moved = any(not np.array_equal(a, whole(b)) for a, b in zip(before, step.module.parameters(), strict=True))
+    moved = any(not np.array_equal(a, whole(b)) for a, b in zip(before, step.stages[0].parameters(), strict=True))
     return {
         "skipped": [spoiled.skipped, good.skipped],
         "finite_norm": [bool(np.isfinite(r.grad_norm)) for r in (spoiled, good)],
@@ -222,7 +223,7 @@ def overflow_on_ranks(group: Any, rank: int, config: TrainConfig, rows: list[lis
         "unchanged": unchanged,
         "moved": moved,
         "losses": [spoiled.loss, good.loss],
-        "optimizer_steps": {int(state["step"]) for state in step.optimizer.state.values()},
+        "optimizer_steps": {int(state["step"]) for state in step.optimizers[0].state.values()},
     }
 
 
@@ -243,22 +244,20 @@ def test_fp16_overflow_halves_the_scale_and_skips_the_step_on_every_rank(dp: int
 def one_rank_overflows(
     group: Any, rank: int, config: TrainConfig, rows: list[list[Document]]
 ) -> tuple[bool, float, bool]:
-    from longspan.train.optim import update
-
     step = make_step(config)
     step.backward(own_batches(config, group, rows))
     if rank == 1:
-        next(iter(p for p in step.module.parameters() if p.ndim == 2)).grad.to_local()[0, 0] = float("inf")
-    before = [whole(p) for p in step.module.parameters()]
-    norm = update(step.module, step.optimizer, step.scale, 0.1, 1.0)
-    unchanged = all(np.array_equal(a, whole(b)) for a, b in zip(before, step.module.parameters(), strict=True))
+        next(iter(p for p in step.stages[0].parameters() if p.ndim == 2)).grad.to_local()[0, 0] = float("inf")
+    before = [whole(p) for p in step.stages[0].parameters()]
+    norm = step.update(0.1)
+    unchanged = all(np.array_equal(a, whole(b)) for a, b in zip(before, step.stages[0].parameters(), strict=True))
     return bool(np.isfinite(norm)), step.scale.value, unchanged
 
 
 def test_an_overflow_in_the_shard_of_one_rank_is_seen_by_all() -> None:
     """What `torch.amp.GradScaler` misses: it looks at each rank's own shard."""
     config = make_config(dtype="fp16", parallel__cp=2)
-    assert run_ranks(2, one_rank_overflows, config, rows_of(1)[0]) == [(False, 2.0**14, True)] * 2
+    assert run_ranks(2, one_rank_overflows, config, rows_of(1)[0]) == [(False, 2.0**15, True)] * 2
 
 
 def test_whole_batch_ignored_gives_zeros_and_a_warning() -> None:
@@ -290,7 +289,7 @@ def evaluate_on_ranks(group: Any, rank: int, config: TrainConfig, rows: list[lis
     count = -(-len(rows) // dp) * dp
     mine = [make_batch(rows[r]) if r < len(rows) else None for r in range(rank // cp, count, dp)]
     loss = step.evaluate(mine)
-    return loss, all(p.grad is None for p in step.module.parameters())
+    return loss, all(p.grad is None for p in step.stages[0].parameters())
 
 
 @pytest.mark.parametrize(
@@ -390,8 +389,8 @@ def test_the_mask_of_one_shared_prompt_is_the_shared_prefix() -> None:
 
 def shared_on_ranks(group: Any, rank: int, config: TrainConfig, prompts: list[Prompt]) -> dict[str, Any]:
     step = make_step(config)
-    loss, targets, tokens = step.backward([make_shared(prompts)])
-    gradients = {name.removeprefix("module."): whole(p.grad) for name, p in step.module.named_parameters()}
+    loss, targets, tokens, _ = step.backward([make_shared(prompts)])
+    gradients = {name: whole(p.grad) for name, p in decoder_of(step.stages[0]).named_parameters()}
     return {"loss": loss, "targets": targets, "tokens": tokens, "gradients": gradients}
 
 

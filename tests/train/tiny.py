@@ -1,13 +1,18 @@
 """A run small enough for a test: a corpus of random documents, a decoder of a few thousand parameters, and rows by hand."""
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import numpy as np
 
+from longspan.comm.meshes import Meshes
 from longspan.data import Batch
+from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
+from longspan.train.parallel import make_stages
+from longspan.train.step import TrainStep
 
 Document = tuple[list[int], list[int]]
 """Token ids, and for each whether it is to be predicted."""
@@ -72,9 +77,15 @@ def to_toml(config: TrainConfig) -> str:
     return top + "".join(sections)
 
 
-def make_mesh(dp: int, cp: int) -> DeviceMesh:
-    """The mesh of `longspan.comm.launch`, over the ranks of a test."""
-    return init_device_mesh("cpu", (dp, cp), mesh_dim_names=("dp", "cp"))
+def make_meshes(config: TrainConfig) -> Meshes:
+    """The ranks of a test as the run's axes."""
+    return Meshes.of(topology_of(config), "cpu")
+
+
+def make_step(config: TrainConfig) -> TrainStep:
+    """A step over the ranks of a test."""
+    meshes = make_meshes(config)
+    return TrainStep(make_stages(config, meshes), meshes, config)
 
 
 def random_row(seed: int, tokens: int = 45, vocab_size: int = 256) -> list[Document]:
@@ -90,5 +101,11 @@ def random_row(seed: int, tokens: int = 45, vocab_size: int = 256) -> list[Docum
 
 
 def make_batch(row: list[Document]) -> Batch:
-    """The row as the loader would give it."""
+    """The row as the loader would give it, but without its place in the run."""
     return Batch.from_documents([ids for ids, _ in row], [wanted for _, wanted in row])
+
+
+def numbered_batch(row: list[Document], first: int) -> Batch:
+    """The row whose first token is number `first` of the run."""
+    batch = make_batch(row)
+    return replace(batch, numbers=np.arange(first, first + batch.seq_len))

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from longspan import Mask
 from longspan.attention import operators, rows, sums
@@ -67,19 +68,21 @@ def positions_of_the_row() -> AbstractContextManager[Any]:
 
 
 def _backward(denominator: Callable[[TrainStep, Sequence[Batch], Batch], float]) -> AbstractContextManager[Any]:
-    """A step whose losses are each divided by what `denominator` says, then averaged by the wrapper."""
+    """A step whose losses are each divided by what `denominator` says, then averaged over ranks."""
 
-    def backward(self: TrainStep, batches: Sequence[Batch]) -> tuple[float, int, int]:
-        self.optimizer.zero_grad()
+    def backward(self: TrainStep, batches: Sequence[Batch]) -> tuple[float, int, int, None]:
+        self.optimizers[0].zero_grad()
         targets, tokens = self._sum_over_dp([sum(b.num_targets for b in batches), sum(b.seq_len for b in batches)])
         total = torch.zeros((), dtype=torch.float64)
         for index, batch in enumerate(batches):
             self._sync_gradients(index == len(batches) - 1)
-            loss = self.loss_sum(batch) / denominator(self, batches, batch)
+            micro = self.micro(batch)
+            loss = self.stages[0](micro.input_ids, **micro.keywords) / denominator(self, batches, batch)
+            loss = loss / dist.get_world_size()
             (loss * self.scale.value).backward()
-            total += loss.detach().double() / self.everyone.size()
+            total += loss.detach().double()
         dist.all_reduce(total)
-        return float(total), targets, tokens
+        return float(total), targets, tokens, None
 
     return patch.object(TrainStep, "backward", backward)
 
@@ -95,7 +98,7 @@ def mean_of_the_means_of_ranks() -> AbstractContextManager[Any]:
 
 def mean_of_the_means_of_micro_batches() -> AbstractContextManager[Any]:
     return _backward(
-        lambda step, batches, batch: step._sum_over_dp([batch.num_targets])[0] * len(batches) / step.everyone.size()
+        lambda step, batches, batch: step._sum_over_dp([batch.num_targets])[0] * len(batches) / dist.get_world_size()
     )
 
 
@@ -103,8 +106,12 @@ def mean_of_the_means_of_both() -> AbstractContextManager[Any]:
     return _backward(lambda step, batches, batch: max(1, _local_targets(step, batch)) * len(batches))
 
 
-def average_of_the_wrapper_not_undone() -> AbstractContextManager[Any]:
-    return patch.object(training, "mean_loss_scale", lambda targets, _: 1 / targets)
+@contextmanager
+def average_of_the_wrapper_not_undone() -> Iterator[None]:
+    """FSDP2 is left to average gradients, and DDP's average is not made up for."""
+    averaged = patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+    with averaged, patch.object(training, "mean_loss_scale", lambda targets, _: 1 / targets):
+        yield
 
 
 def dropped_document_boundaries() -> AbstractContextManager[Any]:

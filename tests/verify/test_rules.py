@@ -16,7 +16,7 @@ from longspan.verify.judge import Verdict, judge
 from longspan.verify.replay import run_replay
 from tests.oracle import raised
 from tests.ranks import run_ranks
-from tests.train.tiny import make_config, make_mesh, write_corpus
+from tests.train.tiny import make_config, make_meshes, write_corpus
 from tests.verify.faults import FAULTS, breaking
 
 STEPS = 2
@@ -27,7 +27,7 @@ INPUT_FAULTS = (
 
 def replay_on_ranks(group: Any, rank: int, config: TrainConfig, steps: int, gradients: Path, fault: str) -> Evidence:
     with breaking(fault):
-        return run_replay(config, make_mesh(config.parallel.dp or 1, config.parallel.cp), steps, gradients)
+        return run_replay(config, make_meshes(config), steps, gradients)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def read_by_the_global_rank(group: Any, rank: int, config: TrainConfig, gradient
         return Loader(store, row_tokens=config.data.row_tokens, dp_rank=rank, dp_size=2, seed=0)
 
     with patch("longspan.verify.replay.make_loader", make_loader):
-        return raised(run_replay, config, make_mesh(1, 2), STEPS, gradients)
+        return raised(run_replay, config, make_meshes(config), STEPS, gradients)
 
 
 def test_ranks_of_a_cp_group_that_read_other_samples_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ all-to-all    the same among all ranks
 tile          a full tile forward, of several sizes; and a tile so small that only the call costs
 """
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from longspan.attention.kernel import choose_kernel
 from longspan.comm.groups import ranks_per_node, wire_device
 from longspan.comm.hops import Hop
-from longspan.comm.launch import join_world, launch, leave_world, under_torchrun
+from longspan.comm.launch import join_world, launch, leave_world
+from longspan.comm.torchrun import under_torchrun
 from longspan.comm.traffic import call
-from longspan.plan import Costs, Shape
+from longspan.plan import Costs, Shape, Topology
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
@@ -72,7 +74,7 @@ def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_byt
 
 
 def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int) -> Costs | None:
-    join_world(1, None, timedelta(minutes=5))
+    join_world(Topology(dp=int(os.environ["WORLD_SIZE"])), timedelta(minutes=5))
     try:
         group = dist.group.WORLD
         assert group is not None, "the world was just joined"

@@ -1,20 +1,34 @@
-"""`longspan plan`: what each rank would compute and send, as a table or as JSON, before anything runs.
+"""`longspan plan`: what each rank would compute and send, and which ranks are grouped, before anything runs: table or JSON.
 
 Also the options that describe a plan, which `longspan show` takes too. Starts without torch.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 from rich.console import Console
 
 from longspan.cli.errors import friendly
-from longspan.plan import AUTO, BALANCED, ROUTES, WIRE_DTYPES, Layout, Mask, Plan, check_route, plan_attention
+from longspan.plan import (
+    AUTO,
+    BALANCED,
+    ORDER,
+    ROUTES,
+    WIRE_DTYPES,
+    Layout,
+    Mask,
+    Plan,
+    Topology,
+    check_route,
+    plan_attention,
+)
 from longspan.plan.choose import reckon
 from longspan.plan.wire import ITEMSIZES
-from longspan.report import PlanReport, describe, plan_table
+from longspan.report import PlanReport, TopologyReport, describe, describe_topology, plan_table, topology_table
 from longspan.spec import SpecError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,14 +60,12 @@ _OPTIONS = (
     click.option(
         "--wire-dtype", type=click.Choice(list(WIRE_DTYPES)), help="Round keys and values for their way; else --dtype."
     ),
-    click.option(
-        "--tp", type=_POSITIVE, metavar="RANKS", default=1, help="TP degree that --heads is after: for errors."
-    ),
+    click.option("--tp", type=_POSITIVE, metavar="RANKS", default=1, help="TP degree; --heads is after it."),
     click.option(
         "--ranks-per-node",
         type=_POSITIVE,
         metavar="RANKS",
-        help="Keep heads within a node, where that is to be chosen.",
+        help="Ranks of a node: heads are exchanged within one, where that is to be chosen.",
     ),
     click.option(
         "--costs",
@@ -62,6 +74,20 @@ _OPTIONS = (
         help="For --route auto: what longspan bench calibrate wrote.",
     ),
 )
+_TOPOLOGY_OPTIONS = (
+    click.option(
+        "--world", type=_POSITIVE, metavar="RANKS", help="Ranks of the run: show the groups of its axes, and its nodes."
+    ),
+    click.option("--dp", type=_POSITIVE, metavar="RANKS", help="Data-parallel degree; else what is left of --world."),
+    click.option("--pp", type=_POSITIVE, metavar="RANKS", default=1, help="Pipeline degree."),
+    click.option("--ep", type=_POSITIVE, metavar="RANKS", default=1, help="Expert degree, over ranks of a stage."),
+    click.option("--etp", type=_POSITIVE, metavar="RANKS", default=1, help="TP degree inside an expert."),
+    click.option("--replicas", type=_POSITIVE, metavar="NUMBER", default=1, help="HSDP: copies of the shards over dp."),
+    click.option("--order", metavar="AXES", default=ORDER, show_default=True, help="Axes, fastest to slowest."),
+    click.option("--domain", type=_POSITIVE, metavar="RANKS", help="Ranks of a NUMA domain, or a switch, in a node."),
+)
+_TOPOLOGY_NAMES = ("dp", "pp", "ep", "etp", "replicas", "order", "domain")
+_SHARED_NAMES = ("world", "cp", "tp", "ranks_per_node", "as_json")
 _IN_OPTIONS = (
     ("use window=None for no window", "leave --window out for no window"),
     ("heads=(query, KV)", "--heads Q/KV"),
@@ -69,6 +95,7 @@ _IN_OPTIONS = (
     ('route="usp" with inner=', "--route usp --inner "),
     ("set inner=", "set --inner "),
     ("leave inner out", "leave --inner out"),
+    ("set ranks_per_node to", "set --ranks-per-node to"),
 )
 """What hints say to callers of Python, and what it is called here."""
 
@@ -127,17 +154,70 @@ def plan_of(
     return made, describe(made, head_dim, ITEMSIZES[dtype])
 
 
+def _topology_options(function: F) -> F:
+    for option in reversed(_TOPOLOGY_OPTIONS):
+        function = option(function)
+    return function
+
+
 @click.command()
 @plan_options
+@_topology_options
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON; its keys are documented and stable.")
 @friendly
-def plan(as_json: bool, **options: Any) -> None:
-    """Count what a plan costs: tokens, visible pairs, rows and bytes of each rank, forward and backward."""
-    _, report = plan_of(**options)
+def plan(as_json: bool, world: int | None, **options: Any) -> None:
+    """Count what a plan costs: tokens, visible pairs, rows and bytes of each rank, forward and backward.
+
+    With --world: the groups of the axes dp, tp, pp, cp (and ep), the nodes they lie in, and the plan too if --seq-len is given.
+    """
+    axes = {name: options.pop(name) for name in _TOPOLOGY_NAMES}
+    planned = world is None or options["seq_len"] is not None or options["documents"] is not None
+    if world is None:
+        _refuse_given(_TOPOLOGY_NAMES, "--world", "set --world to the ranks of the run")
+    elif not planned:
+        others = [name for name in options if name not in _SHARED_NAMES]
+        _refuse_given(others, "--seq-len", "set --seq-len 8k, or --documents, to plan a sequence over cp")
+    topology = None if world is None else _topology_of(world, axes, options)
+    report = plan_of(**options)[1] if planned else None
     if as_json:
-        click.echo(report.to_json())
-    else:
-        Console(highlight=False).print(plan_table(report))
+        click.echo(_to_json(topology, report))
+        return
+    console = Console(highlight=False)
+    if topology:
+        console.print(topology_table(topology), *([""] if report else []))
+    if report:
+        console.print(plan_table(report))
+
+
+def _topology_of(world: int, axes: dict[str, Any], options: dict[str, Any]) -> TopologyReport:
+    """The groups that the options ask for. In `options` a node's ranks become those of one CP group, if these are to matter."""
+    domain, ranks_per_node = axes.pop("domain"), options["ranks_per_node"]
+    options["cp"] = 1 if options["cp"] is None else options["cp"]
+    try:
+        topology = Topology.of(world, cp=options["cp"], tp=options["tp"], **axes)
+        report = describe_topology(topology, ranks_per_node, domain)
+    except SpecError as error:
+        raise SpecError(error.message, error.hint and _in_options(error.hint)) from error
+    chosen = _chooses(options["route"], options["inner"])
+    options["ranks_per_node"] = report.nodes.together("cp") if ranks_per_node is not None and chosen else None
+    return report
+
+
+def _to_json(topology: TopologyReport | None, report: PlanReport | None) -> str:
+    if topology is None:
+        assert report is not None, "neither a topology nor a plan was asked for"
+        return report.to_json()
+    return topology.to_json(**({} if report is None else {"plan": asdict(report)}))
+
+
+def _refuse_given(names: Sequence[str], without: str, hint: str) -> None:
+    """Raise if the command line has options that only mean something beside `without`."""
+    context = click.get_current_context()
+    given = [name for name in names if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
+    if given:
+        words = ", ".join(option.opts[0] for option in context.command.params if option.name in given)
+        mean = "means" if len(given) == 1 else "mean"
+        raise SpecError(f"{words} {mean} nothing without {without}", hint=f"{hint}; or leave {words} out")
 
 
 def parse_tokens(text: str, option: str) -> int:
@@ -158,11 +238,15 @@ def _check_used(
             f"--costs means nothing to --route {route} and --layout {layout}{' without --heads' if layout == BALANCED else ''}",
             hint=f"set --route {AUTO}, or --layout {BALANCED} with --heads; or leave --costs out",
         )
-    chosen = route == AUTO or (ROUTES[check_route(route)].heads == "inner" and inner is None)
-    if ranks_per_node is None or chosen:
+    if ranks_per_node is None or _chooses(route, inner):
         return
     given = f"--route {route}" if inner is None else f"--route {route} --inner {inner}"
     raise SpecError(f"--ranks-per-node means nothing to {given}", hint="leave it out: there is nothing to choose")
+
+
+def _chooses(route: str, inner: int | None) -> bool:
+    """Whether it is to be chosen which ranks exchange heads."""
+    return route == AUTO or (ROUTES[check_route(route)].heads == "inner" and inner is None)
 
 
 def _in_options(hint: str) -> str:

@@ -6,7 +6,7 @@ from collections import Counter
 import torch
 import torch.distributed as dist
 
-from longspan.comm.groups import wire_device
+from longspan.comm.gather import stack
 from longspan.spec import CommError, DisagreementError
 
 _WIDTH = 32
@@ -26,17 +26,14 @@ def check_agreement(group: dist.ProcessGroup | None, what: dict[str, bytes], pro
     text = ("" if problem is None else str(problem)).encode()[:_TEXT]
     parts = [hashlib.sha256(value).digest() for value in what.values()]
     packet = b"".join(parts) + len(text).to_bytes(2, "little") + text.ljust(_TEXT, b"\0")
-    device = wire_device(group)
-    mine = torch.frombuffer(bytearray(packet), dtype=torch.uint8).to(device)
-    everyone = torch.empty(dist.get_world_size(group), len(packet), dtype=torch.uint8, device=device)
     try:
-        dist.all_gather_single(everyone.view(-1), mine, group=group)
+        everyone = stack(torch.frombuffer(bytearray(packet), dtype=torch.uint8), group)
     except RuntimeError as error:
         raise CommError(
             f"comparing {', '.join(what)} over the group failed: {str(error).splitlines()[0]}",
             hint="a rank has ended, or did not get here: all ranks of the group make the same calls in the same order",
         ) from error
-    packets = [bytes(row) for row in everyone.cpu().numpy()]
+    packets = [bytes(row) for row in everyone.numpy()]
     if problem is not None:
         raise problem
     _raise_first_problem(group, packets, _WIDTH * len(parts))

@@ -11,22 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from longspan.spec import CommError, SpecError
-
-MESH_AXES = ("dp", "cp")
-"""Slowest axis first: the ranks of a CP group are neighbours."""
+from longspan.comm.meshes import Meshes
+from longspan.plan import Topology
+from longspan.spec import CommError
 
 _LINGER_SECONDS = 2.0
-
-
-def under_torchrun() -> bool:
-    """Whether a launcher has told this process its rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
@@ -71,31 +64,16 @@ def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
         raise
 
 
-def join_world(cp: int, dp: int | None, timeout: timedelta, threads: int | None = None) -> DeviceMesh:
-    """Initialise this rank and return its mesh of axes ("dp", "cp"). `dp` None takes what the world leaves.
-
-    Raises `SpecError` on every rank, before a group is made, if the degrees do not multiply to the world.
-    """
-    world, local = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    dp = check_degrees(world, cp, dp)
+def join_world(topology: Topology, timeout: timedelta, threads: int | None = None) -> Meshes:
+    """Initialise this rank and return its meshes."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local))
     dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
-    return init_device_mesh("cuda" if cuda else "cpu", (dp, cp), mesh_dim_names=MESH_AXES)
-
-
-def check_degrees(world: int, cp: int, dp: int | None) -> int:
-    """The data-parallel degree: `dp`, or what `world / cp` leaves."""
-    if world % cp or (dp is not None and dp * cp != world):
-        degrees = [n for n in range(1, world + 1) if world % n == 0]
-        raise SpecError(
-            f"cp {cp}" + (f" x dp {dp}" if dp else "") + f" does not make a world of {world} ranks",
-            hint=f"start {cp * (dp or 1)} ranks, or set parallel.cp to one of {', '.join(map(str, degrees))} without parallel.dp",
-        )
-    return world // cp
+    return Meshes.of(topology, "cuda" if cuda else "cpu")
 
 
 def leave_world() -> None:

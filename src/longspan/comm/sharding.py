@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from longspan.comm.groups import wire_device
+from longspan.comm.gather import stack
 from longspan.plan import Layout
 from longspan.spec import SpecError
 
@@ -64,11 +64,9 @@ class _Gather(torch.autograd.Function):
         longest = max(layout.num_slots(r) for r in range(layout.ranks))
         padded = x.new_zeros(longest, *(size for d, size in enumerate(x.shape) if d != index))
         padded[: x.shape[index]] = x.movedim(index, 0)
-        padded = padded.to(wire_device(group))
-        everyone = padded.new_empty(layout.ranks, *padded.shape)
-        dist.all_gather_single(everyone.view(-1), padded.view(-1), group=group)
+        everyone = stack(padded, group)
         parts = [everyone[r, : layout.num_slots(r)].movedim(0, index) for r in range(layout.ranks)]
-        return unshard(parts, layout, dim).to(x.device)
+        return unshard(parts, layout, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:

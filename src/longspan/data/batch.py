@@ -59,6 +59,9 @@ class Batch:
     `parents`: for each document the number of an earlier one that it continues, whose tokens it sees whole and whose
     positions it goes on from, or -1; () if there is none. A document that is continued continues none itself.
 
+    `numbers`: None, or int64 (S,), the number of each token among all that a run reads, by which dropout tells tokens apart.
+    The loader counts the rows of its stream, so they do not depend on dp or accumulation.
+
     The constructors `from_...` read arrays of numpy or tensors on the CPU, and copy them. What is a target is said by a
     `loss_mask` (1: this token is to be predicted) or by `labels` as Hugging Face's collators give them: in the place of
     the ids, not yet shifted, -100 where ignored. Without either every token that has one before it is a target.
@@ -72,9 +75,10 @@ class Batch:
     position_ids: IntArray
     lengths: tuple[int, ...]
     parents: tuple[int, ...] = ()
+    numbers: IntArray | None = None
 
     def __post_init__(self) -> None:
-        for name in ("input_ids", "labels", "position_ids"):
+        for name in ("input_ids", "labels", "position_ids", *(("numbers",) if self.numbers is not None else ())):
             view = _int64_row(getattr(self, name), name).view()
             view.flags.writeable = False
             object.__setattr__(self, name, view)
@@ -89,6 +93,8 @@ class Batch:
             raise DataError(
                 f"{S} input_ids, {self.labels.size} labels and {self.position_ids.size} position_ids are not of one row"
             )
+        if self.numbers is not None and self.numbers.size != S:
+            raise DataError(f"{self.numbers.size} numbers do not number {S} tokens")
         if self.input_ids.min() < 0:
             raise DataError(f"input id {self.input_ids.min()} at token {self.input_ids.argmin()} is negative")
         _check_labels(self.labels, shift_labels(self.input_ids, self.lengths))
@@ -220,12 +226,14 @@ class Batch:
             for batch, offset in zip(batches, before, strict=False)
             for parent in batch.parents or [-1] * len(batch.lengths)
         ]
+        given = [batch.numbers for batch in batches]
         return cls(
             np.concatenate([batch.input_ids for batch in batches]),
             np.concatenate([batch.labels for batch in batches]),
             np.concatenate([batch.position_ids for batch in batches]),
             tuple(length for batch in batches for length in batch.lengths),
             tuple(parents),
+            None if any(numbers is None for numbers in given) else np.concatenate(given),  # type: ignore[arg-type]
         )
 
     @classmethod
@@ -247,7 +255,7 @@ class Batch:
         return int(np.count_nonzero(self.labels != IGNORE))
 
     def digest(self) -> bytes:
-        """sha256 (32 bytes) of all contents; equal on every rank that read the same batch."""
+        """sha256 (32 bytes) of all contents but `numbers`; equal on every rank that read the same batch."""
         digest = hashlib.sha256(f"longspan.Batch {self.seq_len} {len(self.lengths)}\n".encode())
         for values in (self.input_ids, self.labels, self.position_ids, self.lengths, self.parents):
             digest.update(np.asarray(values, dtype="<i8").tobytes())

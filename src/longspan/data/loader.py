@@ -3,6 +3,8 @@ It is keyed by the data-parallel rank alone, so that all ranks of a CP, TP or PP
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,9 +125,13 @@ class Loader(Iterator[Batch]):
     def __next__(self) -> Batch:
         first = self._row + self._dp_rank
         rows = range(first, first + self._dp_size * self._rows_per_batch, self._dp_size)
-        documents = [document for row in rows for document in self._row_documents(row)]
+        documents = [self._row_documents(row) for row in rows]
         self._row += self._dp_size * self._rows_per_batch
-        return Batch.from_documents(documents)
+        numbers = [
+            row * self._row_tokens + np.arange(sum(map(len, parts)), dtype=np.int64)
+            for row, parts in zip(rows, documents, strict=True)
+        ]
+        return replace(Batch.from_documents(list(chain(*documents))), numbers=np.concatenate(numbers))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, the same on every rank: plain values that JSON can hold."""

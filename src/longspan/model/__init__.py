@@ -7,10 +7,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from longspan.model.config import Llama3RopeScaling, ModelConfig
+    from longspan.model.config import ExpertsConfig, Llama3RopeScaling, ModelConfig
     from longspan.model.decoder import SAVED_OPS, Attend, Block, Decoder, Recompute, SelfAttention, WholeLayer
-    from longspan.model.huggingface import load_pretrained, read_config, save_pretrained
-    from longspan.model.loss import IGNORED, count_targets, mean_loss_scale, token_loss_sum
+    from longspan.model.dropout import TokenDropout
+    from longspan.model.expert_parallel import apply_expert_parallel
+    from longspan.model.experts import MixtureOfExperts, Routing
+    from longspan.model.huggingface import load_pretrained, load_weights, read_config, save_pretrained
+    from longspan.model.loss import IGNORED, VocabShard, count_targets, mean_loss_scale, token_loss_sum
+    from longspan.model.tensor_parallel import apply_tensor_parallel
 
 _HOME = {
     "IGNORED": "loss",
@@ -18,13 +22,21 @@ _HOME = {
     "Attend": "decoder",
     "Block": "decoder",
     "Decoder": "decoder",
+    "ExpertsConfig": "config",
     "Llama3RopeScaling": "config",
+    "MixtureOfExperts": "experts",
     "ModelConfig": "config",
     "Recompute": "decoder",
+    "Routing": "experts",
     "SelfAttention": "decoder",
+    "TokenDropout": "dropout",
+    "VocabShard": "loss",
     "WholeLayer": "decoder",
+    "apply_expert_parallel": "expert_parallel",
+    "apply_tensor_parallel": "tensor_parallel",
     "count_targets": "loss",
     "load_pretrained": "huggingface",
+    "load_weights": "huggingface",
     "mean_loss_scale": "loss",
     "read_config": "huggingface",
     "save_pretrained": "huggingface",
@@ -37,13 +49,21 @@ __all__ = [
     "Attend",
     "Block",
     "Decoder",
+    "ExpertsConfig",
     "Llama3RopeScaling",
+    "MixtureOfExperts",
     "ModelConfig",
     "Recompute",
+    "Routing",
     "SelfAttention",
+    "TokenDropout",
+    "VocabShard",
     "WholeLayer",
+    "apply_expert_parallel",
+    "apply_tensor_parallel",
     "count_targets",
     "load_pretrained",
+    "load_weights",
     "mean_loss_scale",
     "read_config",
     "save_pretrained",

@@ -34,11 +34,54 @@ class Llama3RopeScaling(BaseModel):
         return self
 
 
+class ExpertsConfig(BaseModel):
+    """The mixture of experts that takes the place of every layer's feed-forward: sizes in elements.
+
+    A token goes to the `top_k` of `num_experts` experts that its router finds most probable, each a feed-forward of
+    `ffn_width`, and with `shared_ffn_width` (0: none) to a shared expert of that width as well. `normalise`: the weights
+    of a token's experts are divided by their sum; else they are the probabilities themselves. `balance` is the
+    coefficient of the auxiliary balance loss (0: none), which is taken `balance_over` each global micro-batch ("batch")
+    or each of its documents ("document"); see `longspan.model.MixtureOfExperts`.
+
+    Raises `pydantic.ValidationError` as `ModelConfig` does.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_experts: int = Field(gt=0)
+    top_k: int = Field(gt=0)
+    ffn_width: int = Field(gt=0)
+    shared_ffn_width: int = Field(default=0, ge=0)
+    normalise: bool = True
+    balance: float = Field(default=0.0, ge=0.0)
+    balance_over: Literal["batch", "document"] = "batch"
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> "ExpertsConfig":
+        if self.top_k > self.num_experts:
+            raise SpecError(
+                f"top_k {self.top_k} is more than {self.num_experts} experts",
+                hint=f"set top_k to at most {self.num_experts}, or num_experts to at least {self.top_k}",
+            )
+        if self.top_k == 1 and self.normalise:
+            raise SpecError(
+                "top_k 1 with normalise=true gives every expert the weight 1: the loss would not reach the router",
+                hint="set normalise=false, or top_k to 2 or more",
+            )
+        return self
+
+    def num_parameters(self, width: int) -> int:
+        """Elements of one layer's router, experts and shared expert in a model of that width."""
+        widths = self.num_experts * self.ffn_width + self.shared_ffn_width
+        return self.num_experts * width + 3 * width * widths
+
+
 class ModelConfig(BaseModel):
     """A Llama-like decoder: sizes in elements, `windows` in tokens.
 
-    `head_dim` 0 means `width // num_heads`. `windows` is empty (every layer sees its whole document) or has one entry
-    per layer: `None` ("full" in a file) for full, `w` for a window in which query `i` sees keys `i - w + 1` to `i`.
+    Exactly one of `ffn_width` and `experts` is given. `head_dim` 0 means `width // num_heads`. `windows` is empty (every
+    layer sees its whole document) or has one entry per layer: `None` ("full" in a file) for full, `w` for a window in
+    which query `i` sees keys `i - w + 1` to `i`.
     `rope_scaling` is `None` or a `Llama3RopeScaling`; other kinds are refused.
 
     Raises `pydantic.ValidationError` (a `ValueError`) whose text holds the values, the rule and a hint.
@@ -52,7 +95,8 @@ class ModelConfig(BaseModel):
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(default=0, ge=0, validate_default=True)
-    ffn_width: int = Field(gt=0)
+    ffn_width: int | None = Field(default=None, gt=0)
+    experts: ExpertsConfig | None = None
     rope_theta: float = Field(default=10000.0, gt=0.0)
     rope_scaling: Llama3RopeScaling | None = None
     norm_eps: float = Field(default=1e-5, gt=0.0)
@@ -72,7 +116,8 @@ class ModelConfig(BaseModel):
         """Elements of all parameters; tied embeddings count once."""
         attention = self.width * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         norms = 2 * self.width + (2 * self.head_dim if self.qk_norm else 0)
-        block = attention + 3 * self.width * self.ffn_width + norms
+        dense = 3 * self.width * (self.ffn_width or 0)
+        block = attention + (dense if self.experts is None else self.experts.num_parameters(self.width)) + norms
         embeddings = self.vocab_size * self.width * (1 if self.tie_embeddings else 2)
         return embeddings + self.num_layers * block + self.width
 
@@ -108,6 +153,13 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":
+        if (self.ffn_width is None) == (self.experts is None):
+            raise SpecError(
+                "neither ffn_width nor experts is given"
+                if self.experts is None
+                else f"both ffn_width {self.ffn_width} and experts are given, which take its place in every layer",
+                hint="give ffn_width for dense layers, or experts with a ffn_width of their own",
+            )
         if self.num_heads % self.num_kv_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise SpecError(

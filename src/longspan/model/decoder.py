@@ -1,7 +1,8 @@
 """A Llama-like decoder: all but attention is local to a token, so a shard of the sequence runs through it unchanged.
 Attention is a callable given to `forward`: the executor of a Plan under context parallelism, plain SDPA without.
 
-Shapes: B batch, T this rank's slots, E width, H query heads, K KV heads, D head dim.
+Shapes: B batch, T this rank's slots, E width, H query heads, K KV heads, D head dim. Under tensor parallelism hidden states
+between layers are (B, T / tp, E) where the sequence is sharded too, and heads are those of this rank.
 """
 
 import math
@@ -13,10 +14,19 @@ from typing import Any, Literal, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from longspan.model.config import ModelConfig
+from longspan.model.dropout import TokenDropout
+from longspan.model.experts import MixtureOfExperts, Routing
 from longspan.model.loss import token_loss_sum
+from longspan.model.philox import normal
+from longspan.model.regions import local_region
 from longspan.model.rope import apply_rotary, rotary_tables
 from longspan.spec import SpecError
 
@@ -37,6 +47,13 @@ Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor] | WholeLayer
 
 Recompute = Literal["none", "block", "full"]
 SAVED_OPS = ("longspan::attention_forward",)
+_RESIDUAL = ("o_proj", "down_proj")
+
+# A unit of FSDP2 inside a block, its experts, marks other moments for the profiler in recomputation than it did before.
+SAC_IGNORED_OPS |= {
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+}
 
 
 class Decoder(nn.Module):
@@ -49,42 +66,91 @@ class Decoder(nn.Module):
     the rest again in backward; "full" keeps the input alone. saved_ops: qualified names of operators never run twice; the
     default is the attention executor's forward, so that recomputation repeats no hop.
 
+    dropout: the probability of residual dropout, behind attention and MLP, in training mode; which elements it meets
+    follows from `seed` and the token's number in the run (see `TokenDropout`). seed: of the first weights too.
+
+    part: the layers of a pipeline stage, such as range(0, 4). Names stay those of the whole; the stage with the first layer
+    has the embedding, the one with the last has norm and head (and the embedding, if tied).
+
     `Decoder` can be made on the meta device; after `to_empty`, `init_weights` draws what the constructor would have.
     """
 
     def __init__(
-        self, config: ModelConfig, *, recompute: Recompute = "none", saved_ops: tuple[str, ...] = SAVED_OPS
+        self,
+        config: ModelConfig,
+        *,
+        recompute: Recompute = "none",
+        saved_ops: tuple[str, ...] = SAVED_OPS,
+        dropout: float = 0.0,
+        seed: int = 0,
+        part: range | None = None,
     ) -> None:
         super().__init__()
         if recompute not in get_args(Recompute):
             raise SpecError(f"recompute {recompute!r} is unknown", hint=f"use one of {list(get_args(Recompute))}")
-        self.config = config
-        self.embed_tokens = _Embedding(config.vocab_size, config.width)
+        self.config, self.dropout, self.seed = config, dropout, seed
+        self.part = range(config.num_layers) if part is None else part
+        is_first, is_last = 0 in self.part, config.num_layers - 1 in self.part
         saved_ops = saved_ops if recompute == "block" else ()
-        self.layers = nn.ModuleList(Block(config, recompute, saved_ops) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.lm_head = None if config.tie_embeddings else _Linear(config.width, config.vocab_size)
+        has_embedding = is_first or (is_last and config.tie_embeddings)
+        self.embed_tokens = _Embedding(config.vocab_size, config.width) if has_embedding else None
+        self.layers = nn.ModuleList(
+            Block(config, layer, recompute, saved_ops, dropout, seed) if layer in self.part else nn.Identity()
+            for layer in range(config.num_layers)
+        )
+        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps) if is_last else None
+        self.lm_head = _Linear(config.width, config.vocab_size) if is_last and not config.tie_embeddings else None
+        self.loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = token_loss_sum
+        """Of hidden states, labels and the head's weight; what shards the vocabulary puts its own here."""
         self.init_weights()
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, attend: Attend, labels: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        attend: Attend,
+        labels: Tensor | None = None,
+        *,
+        tokens: Tensor | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
         """Final hidden states (B, T, E) or, given labels, the sum of the token losses (see `token_loss_sum`).
 
         input_ids, position_ids and labels are (B, T) int64. position_ids are positions inside each token's document;
         a dead slot has -1, and its id is not looked at. The loss is computed here, and not by the caller, so that a
         wrapper that gathers weights for the length of `forward` (FSDP2) covers the head.
+
+        tokens: the number of each token in the run, int64 like the hidden states without E; dropout needs them. routing:
+        what layers of experts need. A later pipeline stage takes hidden states in the place of `input_ids`, and all but the
+        last give their own.
         """
-        if position_ids.dtype != torch.int64 or position_ids.shape != input_ids.shape or input_ids.ndim != 2:
+        if self.dropout and self.training and tokens is None:
             raise SpecError(
-                f"position_ids are {tuple(position_ids.shape)} {position_ids.dtype}, "
-                f"input_ids {tuple(input_ids.shape)}",
-                hint="both are (batch, slots); positions are torch.int64 and sharded like the ids",
+                f"dropout {self.dropout} without the tokens' numbers",
+                hint="give tokens=, or call eval() for no dropout",
             )
-        x = self.embed_tokens(input_ids.masked_fill(position_ids < 0, 0))
+        x = input_ids
+        if 0 in self.part:
+            if position_ids.dtype != torch.int64 or position_ids.shape != input_ids.shape or input_ids.ndim != 2:
+                raise SpecError(
+                    f"position_ids are {tuple(position_ids.shape)} {position_ids.dtype}, "
+                    f"input_ids {tuple(input_ids.shape)}",
+                    hint="both are (batch, slots); positions are torch.int64 and sharded like the ids",
+                )
+            assert self.embed_tokens is not None, "the stage of the first layer has the embedding"
+            x = self.embed_tokens(input_ids.masked_fill(position_ids < 0, 0))
         cos, sin = rotary_tables(position_ids, self.config, x.dtype)
-        for block, mask in zip(self.layers, self.config.mask_names, strict=True):
-            x = block(x, cos, sin, attend, mask)
+        for layer in self.part:
+            x = self.layers[layer](x, cos, sin, attend, self.config.mask_names[layer], tokens, routing)
+        if self.norm is None:
+            return x
         hidden: Tensor = self.norm(x)
-        return hidden if labels is None else token_loss_sum(hidden, labels, self.head_weight)
+        return hidden if labels is None else self.loss_sum(hidden, labels, self.head_weight)
+
+    @property
+    def blocks(self) -> list["Block"]:
+        """The layers that are here."""
+        return [self.layers[layer] for layer in self.part]  # type: ignore[misc]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """(B, T, E) -> (B, T, vocab_size), in the dtype of `hidden`. Training passes labels to `forward` instead."""
@@ -94,59 +160,106 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         """The head's weight (vocab_size, E): the embedding's own if tied."""
-        return (self.embed_tokens if self.lm_head is None else self.lm_head).weight
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "the stage of the last layer has the head"
+        return head.weight
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights from the default generator: normal(0, init_std), norms 1.
+        """Draw all weights: normal(0, init_std), norms 1. An element follows from the seed, its parameter's name and its place
+        in it, so every shard draws its own part of what the whole model would hold.
 
         What is added to the residual stream (`o_proj`, `down_proj`) is drawn with `init_std / sqrt(2 * num_layers)`,
         as in GPT-2 (Radford et al., 2019, section 2.3).
         """
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
+            local, region = local_region(parameter)
             if parameter.ndim == 1:
-                parameter.fill_(1.0)
-            else:
-                is_residual = name.endswith(("o_proj.weight", "down_proj.weight"))
-                parameter.normal_(0.0, residual_std if is_residual else self.config.init_std)
+                local.fill_(1.0)
+            elif not local.is_meta and local.numel():
+                std = residual_std if name.removesuffix(".weight").endswith(_RESIDUAL) else self.config.init_std
+                shape = tuple(parameter.shape)
+                local.copy_(
+                    normal(shape, region, seed=self.seed, name=name, std=std, dtype=local.dtype, device=local.device)
+                )
 
 
 class Block(nn.Module):
     """Attention and a gated feed-forward layer, each on a normalised residual: the unit to shard and recompute."""
 
-    def __init__(self, config: ModelConfig, recompute: Recompute, saved_ops: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        recompute: Recompute,
+        saved_ops: tuple[str, ...],
+        dropout: float = 0.0,
+        seed: int = 0,
+    ) -> None:
         super().__init__()
         self.recompute = recompute
         self.saved_ops = saved_ops
         self.input_layernorm = nn.RMSNorm(config.width, eps=config.norm_eps)
         self.self_attn = SelfAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.width, eps=config.norm_eps)
-        self.mlp = FeedForward(config)
+        self.mlp: FeedForward | MixtureOfExperts
+        if config.experts is None:
+            assert config.ffn_width is not None, "the configuration has one of ffn_width and experts"
+            self.mlp = FeedForward(config.width, config.ffn_width)
+        else:
+            shared = config.experts.shared_ffn_width
+            self.mlp = MixtureOfExperts(config, layer, FeedForward(config.width, shared) if shared else None)
+        self.dropouts = nn.ModuleList(TokenDropout(dropout, seed, 2 * layer + site) for site in range(2))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mask: str) -> Tensor:
-        """x (B, T, E) -> (B, T, E); cos, sin (B, 1, T, D) in fp32 or fp64."""
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        mask: str,
+        tokens: Tensor | None = None,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        """x (B, T, E) -> (B, T, E); cos, sin (B, 1, T, D) in fp32 or fp64; tokens and routing as `Decoder.forward`."""
         if cos.dtype not in (torch.float32, torch.float64):
             raise SpecError(
                 f"rotary tables reached a block as {cos.dtype}: a wrapper casts the inputs of the modules it wraps",
                 hint="with FSDP2 use MixedPrecisionPolicy(param_dtype=..., cast_forward_inputs=False)",
             )
         if self.recompute == "none" or not torch.is_grad_enabled():
-            return self._compute(x, cos, sin, attend, mask)
+            return self._compute(x, cos, sin, attend, mask, tokens, routing)
         # Inside the module's own hooks: a wrapper's gathers are no part of what is recorded and recomputed.
         out: Tensor = checkpoint(
             self._compute,
-            *(x, cos, sin, attend, mask),
+            *(x, cos, sin, attend, mask, tokens, routing),
             use_reentrant=False,
-            preserve_rng_state=False,  # a block draws no random number
+            preserve_rng_state=False,  # dropout counts, it does not draw
             context_fn=partial(create_selective_checkpoint_contexts, partial(_policy, self.saved_ops)),
         )
         return out
 
-    def _compute(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, mask: str) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, mask)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+    def _compute(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        attend: Attend,
+        mask: str,
+        tokens: Tensor | None,
+        routing: Routing | None,
+    ) -> Tensor:
+        attended = self.self_attn(self.input_layernorm(x), cos, sin, attend, mask)
+        x = x + self._dropped(0, attended, tokens)
+        normed = self.post_attention_layernorm(x)
+        fed = self.mlp(normed, routing) if isinstance(self.mlp, MixtureOfExperts) else self.mlp(normed)
+        out: Tensor = x + self._dropped(1, fed, tokens)
         return out
+
+    def _dropped(self, site: int, added: Tensor, tokens: Tensor | None) -> Tensor:
+        dropped: Tensor = added if tokens is None else self.dropouts[site](added, tokens)
+        return dropped
 
 
 class SelfAttention(nn.Module):
@@ -179,11 +292,11 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, 2020, arXiv:2002.05202, eq. 6): `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, width: int, ffn_width: int) -> None:
         super().__init__()
-        self.gate_proj = _Linear(config.width, config.ffn_width)
-        self.up_proj = _Linear(config.width, config.ffn_width)
-        self.down_proj = _Linear(config.ffn_width, config.width)
+        self.gate_proj = _Linear(width, ffn_width)
+        self.up_proj = _Linear(width, ffn_width)
+        self.down_proj = _Linear(ffn_width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -2,7 +2,7 @@
 What a folder asks for and we do not have is refused by name; nothing is dropped in silence."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +10,12 @@ import torch
 from pydantic import BaseModel, ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.model.config import ModelConfig
 from longspan.model.decoder import Decoder, Recompute
+from longspan.model.regions import local_region
 from longspan.spec import SpecError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -62,34 +63,33 @@ def load_pretrained(
     Raises SpecError for another architecture, for an option that we do not compute (biases, dropout, RoPE scaling other
     than llama3, quantization), and for tensors that are missing, unexpected or of another shape; it names them.
     """
-    path = Path(path)
-    config = read_config(path)
     with torch.device("meta"):
-        model = Decoder(config, recompute=recompute)
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    state: dict[str, Tensor] = {}
-    seen, unexpected, misshapen = set(), [], []
-    for key, tensor in _tensors(path, str(torch.device(device or "cpu"))):
-        name = _ours(key)
-        if key.endswith("rotary_emb.inv_freq"):
-            continue  # written by old transformers; follows from the config
-        seen.add(name)
-        if name not in wanted:
-            unexpected.append(key)
-        elif tuple(tensor.shape) != wanted[name]:
-            misshapen.append(f"{key} {tuple(tensor.shape)} for {wanted[name]}")
-        else:
-            state[name] = tensor if dtype is None else tensor.to(dtype)
-    missing = [_theirs(name) for name in wanted if name not in seen]
-    for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)):
-        if names:
-            raise SpecError(
-                f"{path}: {len(names)} tensors are {what}: {_first(names)}",
-                hint=f"{CONFIG} and the weights must be of one model; tie_word_embeddings is {config.tie_embeddings}",
-            )
-    dtype = dtype or state["embed_tokens.weight"].dtype
-    model.load_state_dict({name: tensor.to(dtype) for name, tensor in state.items()}, assign=True)
+        model = Decoder(read_config(path), recompute=recompute)
+    files = _files(Path(path), model.config)
+    if dtype is None:
+        file, key = files["embed_tokens.weight"]
+        with safe_open(file, framework="pt") as opened:
+            dtype = opened.get_slice(key)[:0].dtype
+    model = model.to(dtype).to_empty(device=device or "cpu")
+    load_weights(model, path)
     return model
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, path: str | Path) -> None:
+    """Read the weights of a folder into a model of its shape: of sharded parameters, and of a pipeline stage, the part that is
+    here and no more. Raises SpecError as `load_pretrained`."""
+    places: dict[Path, list[tuple[str, nn.Parameter]]] = {}
+    files = _files(Path(path), model.config)
+    for name, parameter in model.named_parameters():
+        file, key = files[name]
+        places.setdefault(file, []).append((key, parameter))
+    for file, parameters in places.items():
+        with safe_open(file, framework="pt") as opened:
+            for key, parameter in parameters:
+                local, region = local_region(parameter)
+                if local.numel():
+                    local.copy_(opened.get_slice(key)[region])
 
 
 def save_pretrained(
@@ -174,9 +174,9 @@ def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def _config_entries(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]) -> dict[str, Any]:
     """config.json in the form of transformers 4, which transformers 5 reads as well."""
-    if config.qk_norm or set(config.mask_names) != {"full"}:
+    if config.qk_norm or set(config.mask_names) != {"full"} or config.experts is not None:
         raise SpecError(
-            f"a Llama folder cannot describe qk_norm={config.qk_norm}, windows={config.windows}",
+            f"a Llama folder cannot describe qk_norm={config.qk_norm}, windows={config.windows}, experts={config.experts}",
             hint="save a training checkpoint instead",
         )
     scaling = config.rope_scaling
@@ -218,22 +218,46 @@ def _check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
         )
 
 
-def _tensors(path: Path, device: str) -> Iterator[tuple[str, Tensor]]:
+def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
+    """Of every parameter of the whole model, by our name: the file that holds it, and its key there."""
+    with torch.device("meta"):
+        wanted = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
+    found: dict[str, tuple[Path, str]] = {}
+    unexpected, misshapen = [], []
+    for file in _weight_files(path):
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 (not a mapping)
+                name, shape = _ours(key), tuple(opened.get_slice(key).get_shape())
+                if key.endswith("rotary_emb.inv_freq"):
+                    continue  # written by old transformers; follows from the config
+                found[name] = file, key
+                if name not in wanted:
+                    unexpected.append(key)
+                elif shape != wanted[name]:
+                    misshapen.append(f"{key} {shape} for {wanted[name]}")
+    missing = [_theirs(name) for name in wanted if name not in found]
+    for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)):
+        if names:
+            raise SpecError(
+                f"{path}: {len(names)} tensors are {what}: {_first(names)}",
+                hint=f"{CONFIG} and the weights must be of one model; tie_word_embeddings is {config.tie_embeddings}",
+            )
+    return found
+
+
+def _weight_files(path: Path) -> list[Path]:
     if (path / WEIGHTS).is_file():
-        files = [WEIGHTS]
-    elif (path / INDEX).is_file():
-        files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
+        return [path / WEIGHTS]
+    if not (path / INDEX).is_file():
         raise SpecError(
             f"{path} has neither {WEIGHTS} nor {INDEX}",
             hint="convert other weights with from_pretrained and save_pretrained of transformers",
         )
+    files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     for file in files:
         if not (path / file).is_file():
             raise SpecError(f"{path / file} is named in {INDEX} but is not there", hint="complete the download")
-        with safe_open(path / file, framework="pt", device=device) as opened:
-            for key in opened.keys():  # noqa: SIM118 (not a mapping)
-                yield key, opened.get_tensor(key)
+    return [path / file for file in files]
 
 
 def _split(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:

@@ -3,19 +3,38 @@ What turns local sums into the mean over the global batch is here too, so that i
 
 import warnings
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from longspan.comm.gather import stack
 from longspan.spec import SpecError
 
 IGNORED = -100
 CHUNK_BYTES = 64 * 2**20
 
 
-def token_loss_sum(hidden: Tensor, labels: Tensor, weight: Tensor, *, chunk_tokens: int | None = None) -> Tensor:
+@dataclass(frozen=True)
+class VocabShard:
+    """This rank's part of a head cut over the vocabulary: rows `start`, `start + 1`, ... of the `size` that `group` holds."""
+
+    start: int
+    size: int
+    group: dist.ProcessGroup
+
+
+def token_loss_sum(
+    hidden: Tensor,
+    labels: Tensor,
+    weight: Tensor,
+    *,
+    chunk_tokens: int | None = None,
+    vocab: VocabShard | None = None,
+) -> Tensor:
     """Sum of the cross-entropy over the labels that are not -100, as a scalar in fp32 (fp64 for fp64).
 
     hidden (B, T, E) or (T, E) and the head's weight (V, E) share a dtype; labels, int64, have the shape of `hidden`
@@ -26,14 +45,20 @@ def token_loss_sum(hidden: Tensor, labels: Tensor, weight: Tensor, *, chunk_toke
     No valid label, or no token at all, gives exactly 0 with zero gradients, still attached to the graph: a rank without
     targets takes part in every collective of backward.
 
+    vocab: `weight` (V_local, E) is this part of the head; parts may be uneven or empty, and V is `vocab.size`. Collective:
+    all ranks of the group give the same `hidden` and `labels`, whose ids are global, and get the same sum. One all-gather
+    of 2 numbers a token joins the parts; logits stay where they are. The gradient of `hidden` is that of this rank's part
+    alone: the caller sums it over the group. The gradient of `weight` is whole.
+
     Raises SpecError for shapes and dtypes that do not fit and, in eager code on the CPU (elsewhere looking would wait
     for the device), for a label outside [0, V) other than -100.
     """
-    _check(hidden, labels, weight, chunk_tokens)
+    _check(hidden, labels, weight, chunk_tokens, vocab)
     if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+        chunk_tokens = max(1, CHUNK_BYTES // (4 * max(1, weight.shape[0])))
     rows = hidden.reshape(-1, hidden.shape[-1])
-    loss: Tensor = _TokenLossSum.apply(rows, labels.reshape(-1), weight, chunk_tokens)  # type: ignore[no-untyped-call]
+    start, group = (0, None) if vocab is None else (vocab.start, vocab.group)
+    loss: Tensor = _TokenLossSum.apply(rows, labels.reshape(-1), weight, chunk_tokens, start, group)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -70,36 +95,54 @@ class _TokenLossSum(torch.autograd.Function):
     """One pass over chunks each way. Autograd, over checkpointed chunks, would sum a bf16 weight's gradient in bf16."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int) -> Tensor:
-        dtype = _wide(hidden)
-        total = torch.zeros((), dtype=dtype, device=hidden.device)
-        lse = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
-        for rows in _chunks(hidden.shape[0], chunk_tokens):
-            y, logits = labels[rows], _logits(hidden[rows], weight)
-            lse[rows] = logits.logsumexp(-1)
-            picked = logits.gather(-1, y.clamp_min(0)[:, None])[:, 0]
-            total += (lse[rows] - picked).masked_fill(y == IGNORED, 0.0).sum()
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        weight: Tensor,
+        chunk_tokens: int,
+        start: int,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        num_tokens, num_rows = hidden.shape[0], weight.shape[0]
+        # Of this part of the vocabulary: the logsumexp, and the label's logit, or 0 where another part has it.
+        part = torch.empty(2, num_tokens, dtype=_wide(hidden), device=hidden.device)
+        for rows in _chunks(num_tokens, chunk_tokens):
+            logits = _logits(hidden[rows], weight)
+            index, here = _columns(labels[rows], start, num_rows)
+            part[0, rows] = logits.logsumexp(-1)
+            part[1, rows] = logits.gather(-1, index).masked_fill(~here, 0.0).sum(-1)
+        lses, picked = stack(part, group).unbind(1)
+        lse = lses.logsumexp(0)
         ctx.save_for_backward(hidden, labels, weight, lse)
-        ctx.chunk_tokens = chunk_tokens
-        return total
+        ctx.chunk_tokens, ctx.start = chunk_tokens, start
+        return (lse - picked.sum(0)).masked_fill(labels == IGNORED, 0.0).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, labels, weight, lse = ctx.saved_tensors
-        needs_hidden, _, needs_weight, _ = ctx.needs_input_grad
+        needs_hidden, _, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
         for rows in _chunks(hidden.shape[0], ctx.chunk_tokens):
-            h, y = hidden[rows], labels[rows, None]
+            h, y = hidden[rows], labels[rows]
+            index, here = _columns(y, ctx.start, weight.shape[0])
             softmax = _logits(h, weight).sub_(lse[rows, None]).exp_()
-            grad_logits = softmax.scatter_add_(-1, y.clamp_min(0), softmax.new_full(y.shape, -1.0))
-            narrow = grad_logits.mul_(grad).masked_fill_(y == IGNORED, 0.0).to(hidden.dtype)
+            grad_logits = softmax.scatter_add_(-1, index, -here.to(softmax.dtype))
+            narrow = grad_logits.mul_(grad).masked_fill_(y[:, None] == IGNORED, 0.0).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = narrow @ weight
             if grad_weight is not None:
                 grad_weight += narrow.T @ h
-        return grad_hidden, None, None if grad_weight is None else grad_weight.to(weight.dtype), None
+        return grad_hidden, None, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _columns(labels: Tensor, start: int, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Where the labels (N,) are in logits (N, num_rows) of rows `start`, ..., and whether: (N, 1), or (N, 0) without rows."""
+    index = labels[:, None] - start
+    here = (index >= 0) & (index < num_rows)
+    return index.clamp(0, max(0, num_rows - 1))[:, :num_rows], here[:, :num_rows]
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -117,7 +160,7 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _check(hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int | None) -> None:
+def _check(hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int | None, vocab: VocabShard | None) -> None:
     if labels.shape != hidden.shape[:-1]:
         raise SpecError(
             f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}",
@@ -132,10 +175,16 @@ def _check(hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int | N
         raise SpecError(f"labels are {labels.dtype}", hint="use torch.int64")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise SpecError(f"chunk_tokens {chunk_tokens} is below 1", hint="leave it out for 64 MiB of logits at a time")
+    size = weight.shape[0] if vocab is None else vocab.size
+    if vocab is not None and not 0 <= vocab.start <= size - weight.shape[0]:
+        raise SpecError(
+            f"{weight.shape[0]} rows from row {vocab.start} on do not lie in a head of {size}",
+            hint="start is the first of this rank's rows in the whole head, size the rows of the whole head",
+        )
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
-        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= weight.shape[0]))]
+        wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]
         if wrong.numel():
             raise SpecError(
-                f"label {int(wrong[0])} is outside [0, {weight.shape[0]})",
+                f"label {int(wrong[0])} is outside [0, {size})",
                 hint=f"use {IGNORED} for tokens without a target",
             )

@@ -1,4 +1,4 @@
-"""A plan, or a manifest of packed rows, as numbers, table, text and figure. No torch; matplotlib only for a figure."""
+"""A plan, a manifest of packed rows, or a topology: numbers, table, text, figure. No torch; matplotlib only for a figure."""
 
 from longspan.report.cells import HIDDEN, cell_map, owner_map
 from longspan.report.figure import draw_figure, save_figure
@@ -8,6 +8,8 @@ from longspan.report.packs_text import packs_table, print_packs
 from longspan.report.record import PlanReport, RankReport, StepReport, describe
 from longspan.report.table import plan_table
 from longspan.report.terminal import print_plan
+from longspan.report.topology import TopologyReport, describe_topology
+from longspan.report.topology_text import topology_table
 
 __all__ = [
     "HIDDEN",
@@ -15,8 +17,10 @@ __all__ = [
     "PlanReport",
     "RankReport",
     "StepReport",
+    "TopologyReport",
     "cell_map",
     "describe",
+    "describe_topology",
     "draw_figure",
     "draw_packs",
     "owner_map",
@@ -26,4 +30,5 @@ __all__ = [
     "print_plan",
     "save_figure",
     "save_packs",
+    "topology_table",
 ]

@@ -15,12 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -28,7 +25,10 @@ from torch.distributed.checkpoint.state_dict import (
 from longspan.model import Decoder, ModelConfig, save_pretrained
 from longspan.spec import CheckpointError, SpecError
 from longspan.train.optim import LossScale
+from longspan.train.parallel import gather_whole
 from longspan.train.step import TrainStep
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,7 @@ def save(run_dir: Path, step: TrainStep, progress: Progress) -> Path:
     """Write a checkpoint and return its folder. Collective."""
     folder = run_dir / "checkpoints" / f"step-{progress.step:08d}"
     scratch = folder.with_suffix(".partial")
-    model, optimizer = get_state_dict(step.module, step.optimizer)
-    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=scratch)
+    dcp.save(_joined(_states(step)), checkpoint_id=scratch)
     if dist.get_rank() == 0:
         record = {
             **asdict(progress),
@@ -71,10 +70,8 @@ def load(folder: Path, step: TrainStep) -> Progress:
     """
     record = read_record(folder)
     check_model(folder, record, step.model_config)
-    state: dict[str, Any] = {
-        "model": get_model_state_dict(step.module),
-        "optimizer": get_optimizer_state_dict(step.module, step.optimizer),
-    }
+    states = _states(step)
+    state = _joined(states)
     try:
         dcp.load(state, checkpoint_id=folder)
     except (OSError, CheckpointException) as error:
@@ -83,9 +80,24 @@ def load(folder: Path, step: TrainStep) -> Progress:
             f"{folder} cannot be read: {reason.splitlines()[0]}",
             hint="remove that folder to go on from the checkpoint before it",
         ) from error
-    set_state_dict(step.module, step.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for stage, optimizer, own in zip(step.stages, step.optimizers, states, strict=True):
+        read = {kind: {name: state[kind][name] for name in own[kind]} for kind in own}
+        set_state_dict(
+            stage, optimizer, model_state_dict=read["model"], optim_state_dict=read["optimizer"], options=_FLAT
+        )
     step.scale = LossScale(**record["loss_scale"])
     return Progress(record["step"], record["tokens"], record["loader"])
+
+
+def _states(step: TrainStep) -> list[dict[str, dict[str, Any]]]:
+    """Of each of this rank's stages. Parameters have the names of the whole model, and so have their moments and settings: a
+    checkpoint is read at any degrees."""
+    pairs = zip(step.stages, step.optimizers, strict=True)
+    return [dict(zip(("model", "optimizer"), get_state_dict(*pair, options=_FLAT), strict=True)) for pair in pairs]
+
+
+def _joined(states: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    return {kind: {name: x for state in states for name, x in state[kind].items()} for kind in states[0]}
 
 
 def read_record(folder: Path) -> dict[str, Any]:
@@ -110,24 +122,25 @@ def check_model(folder: Path, record: dict[str, Any], config: ModelConfig) -> No
 
 def check_export(config: ModelConfig) -> None:
     """Refuse, before a run, a model that a Hugging Face Llama folder cannot describe."""
-    if config.qk_norm or set(config.mask_names) != {"full"}:
+    if config.qk_norm or set(config.mask_names) != {"full"} or config.experts is not None:
+        beyond = f"qk_norm={config.qk_norm}, windows={config.windows}"
+        if config.experts is not None:
+            beyond += f", {config.experts.num_experts} experts"
         raise SpecError(
-            f"export=true: a Llama folder cannot describe qk_norm={config.qk_norm}, windows={config.windows}",
+            f"export=true: a Llama folder cannot describe {beyond}",
             hint="set export=false and use checkpoint_every, or a model without these",
         )
 
 
-def export(run_dir: Path, module: nn.Module, config: ModelConfig) -> Path:
+def export(run_dir: Path, step: TrainStep) -> Path:
     """Gather the weights on rank 0 and write them as a Hugging Face folder, in the place of an older one. Collective."""
-    whole: dict[str, Any] = get_model_state_dict(
-        module, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
+    whole = gather_whole(step.stages, step.meshes)
     folder = run_dir / "model"
     if dist.get_rank() == 0:
         scratch = folder.with_suffix(".partial")
         shutil.rmtree(scratch, ignore_errors=True)
         with torch.device("meta"):
-            shape = Decoder(config)
+            shape = Decoder(step.model_config)
         save_pretrained(shape, scratch, state_dict=whole)
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)

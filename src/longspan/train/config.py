@@ -28,12 +28,28 @@ class _Record(BaseModel):
 
 
 class ParallelConfig(_Record):
-    """How the ranks share the work. World = dp x cp."""
+    """How the ranks share the work. World = dp x tp x pp x cp; experts are on ep of the dp x tp x cp ranks of a stage."""
 
     cp: Positive = 1
     """Ranks that share one sequence."""
     dp: Positive | None = None
-    """Ranks (groups of cp) that read different rows; None: what the world leaves under torchrun, else 1."""
+    """Groups of ranks that read different rows; None: what the world leaves under torchrun, else 1."""
+    tp: Positive = 1
+    """Ranks that share heads, MLP width and vocabulary."""
+    sp: bool = True
+    """Megatron's sequence parallelism: norms, residuals and dropout work on 1/tp of a rank's tokens. Means nothing to tp=1."""
+    pp: Positive = 1
+    """Ranks that share the layers, as stages of a pipeline. `accumulation` micro-batches run through it in each step."""
+    schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
+    """In what order the stages of a pipeline work."""
+    stages_per_rank: Positive | None = None
+    """Stages of each rank; None: 1, or 2 for schedule "interleaved"."""
+    ep: Positive = 1
+    """Ranks that share the experts of a layer."""
+    replicas: Positive = 1
+    """HSDP: copies of the sharded weights, over dp; 1: weights are sharded over all of dp x cp."""
+    order: str = "tp-cp-ep-dp-pp"
+    """The axes, neighbouring ranks first."""
     layout: LayoutName = "zigzag"
     route: RouteName = "ring"
     """How keys and values reach the queries; "auto" chooses. `docs/concepts/routes.md` lists the names."""
@@ -50,7 +66,7 @@ class ParallelConfig(_Record):
     slots_multiple_of: Positive | None = None
     """Pad each rank's local length with dead slots to a multiple; None: exact lengths."""
     wrapper: Literal["fsdp", "ddp"] = "fsdp"
-    """FSDP2 shards parameters, gradients and moments over dp x cp; DDP keeps them whole (fp32 and fp64 only)."""
+    """FSDP2 shards parameters, gradients and moments over dp x cp; DDP keeps them whole (fp32 and fp64, tp, pp, ep of 1)."""
     threads: Positive | None = None
     """CPU threads of a rank; None: the cores over the ranks of this machine."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
@@ -87,6 +103,9 @@ class TrainConfig(_Record):
     """Rows of `data.row_tokens` on the token axis of one micro-batch."""
     accumulation: Positive = 1
     """Micro-batches of an optimizer step. Global batch = rows_per_batch x dp x accumulation rows."""
+    dropout: Fraction = 0.0
+    """Of what attention and MLP add to a token. Which elements it meets follows from the token, so losses stay the same at
+    every degree."""
     dtype: Dtype = "fp32"
     """Of activations and of the weights in use; bf16 and fp16 keep fp32 weights, gradients and moments beside them."""
     recompute: Literal["none", "block", "full"] = "none"
@@ -107,7 +126,7 @@ class TrainConfig(_Record):
     export: bool = False
     """At the end, write the weights as a Hugging Face folder into `run_dir/model`."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of the initial weights."""
+    """Of the initial weights and of dropout."""
 
     _needs_model: ClassVar[bool] = True
 
@@ -123,6 +142,34 @@ class TrainConfig(_Record):
             raise SpecError(
                 f'dtype="{self.dtype}" with parallel.wrapper="ddp": DDP keeps one copy of the weights, in fp32',
                 hint='use parallel.wrapper="fsdp" for bf16 and fp16',
+            )
+        sharded = {name: getattr(self.parallel, name) for name in ("tp", "pp", "ep", "replicas")}
+        if self.parallel.wrapper == "ddp" and (above := {name: size for name, size in sharded.items() if size > 1}):
+            given = ", ".join(f"{name}={size}" for name, size in above.items())
+            raise SpecError(
+                f'parallel.wrapper="ddp" with {given}: DDP knows dp x cp alone',
+                hint='use parallel.wrapper="fsdp"',
+            )
+        if self.parallel.route == "upipe" and self.parallel.tp > 1:
+            raise SpecError(
+                f'route "upipe" with tp={self.parallel.tp}: it holds the projections of a layer whole',
+                hint='set tp=1, or route "ulysses"',
+            )
+        if self.compile and (self.parallel.tp > 1 or self.parallel.pp > 1):
+            raise SpecError(
+                f"compile=true with tp={self.parallel.tp}, pp={self.parallel.pp} is not supported",
+                hint="set compile=false, or tp=1 and pp=1",
+            )
+        if self.compile and self.model is not None and self.model.experts is not None:
+            raise SpecError(
+                "compile=true with experts: how many rows each gets is known on the host alone",
+                hint="set compile=false",
+            )
+        if self.parallel.schedule == "zero-bubble" and self.recompute != "none":
+            raise SpecError(
+                f'recompute="{self.recompute}" with schedule "zero-bubble", which runs backward in two parts: each would compute '
+                "the block again",
+                hint='set recompute="none", or schedule "1f1b" or "interleaved"',
             )
         if self.parallel.heads_per_stage is not None and self.parallel.route != "upipe":
             raise SpecError(

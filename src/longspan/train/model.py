@@ -2,7 +2,7 @@
 
 import torch
 
-from longspan.model import Decoder, ModelConfig, load_pretrained, read_config
+from longspan.model import Decoder, ModelConfig, load_weights, read_config
 from longspan.train.config import TrainConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -18,8 +18,23 @@ def model_config(config: TrainConfig) -> ModelConfig:
 
 def make_model(config: TrainConfig) -> Decoder:
     """The decoder with its first weights, which depend on the seed alone: the same at every degree."""
-    dtype = torch.promote_types(DTYPES[config.dtype], torch.float32)
-    if config.init_from is not None:
-        return load_pretrained(config.init_from, dtype=dtype, recompute=config.recompute)
-    torch.manual_seed(config.seed)
-    return Decoder(model_config(config), recompute=config.recompute).to(dtype)
+    model = meta_model(config).to_empty(device="cpu")
+    first_weights(model, config)
+    return model
+
+
+def meta_model(config: TrainConfig, part: range | None = None) -> Decoder:
+    """The decoder, or a pipeline stage of it, on the meta device: to be cut before it takes memory."""
+    with torch.device("meta"):
+        model = Decoder(
+            model_config(config), recompute=config.recompute, dropout=config.dropout, seed=config.seed, part=part
+        )
+    return model.to(torch.promote_types(DTYPES[config.dtype], torch.float32))
+
+
+def first_weights(model: Decoder, config: TrainConfig) -> None:
+    """Draw or read this rank's part of the weights a run starts from."""
+    if config.init_from is None:
+        model.init_weights()
+    else:
+        load_weights(model, config.init_from)

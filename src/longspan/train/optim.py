@@ -1,10 +1,13 @@
 """AdamW, its schedule, the global gradient norm, and loss scaling for fp16."""
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from longspan.train.config import OptimConfig
@@ -13,13 +16,18 @@ Tensor = torch.Tensor
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay on matrices only."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+    """AdamW over all parameters; weight decay on matrices only.
+
+    Parameters on other meshes, such as experts, are groups of their own: one call for many takes those of one mesh.
+    """
+    groups: dict[tuple[bool, DeviceMesh | None], list[Tensor]] = {}
+    for p in (p for p in model.parameters() if p.requires_grad):
+        mesh = p.device_mesh if isinstance(p, DTensor) else None
+        groups.setdefault((p.ndim >= 2, mesh), []).append(p)
+    return torch.optim.AdamW(
+        [{"params": params, "weight_decay": config.weight_decay * decays} for (decays, _), params in groups.items()],
+        lr=config.lr, betas=config.betas, eps=config.eps,
+    )  # fmt: skip
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
@@ -42,13 +50,9 @@ class LossScale:
     patience: int = 1000
 
     @classmethod
-    def of_dtype(cls, dtype: str, ranks: int = 1) -> "LossScale":
-        """2^16 for fp16; 1, for good, for every other type.
-
-        Where a wrapper averages over `ranks`, losses are multiplied by their number first: the scale begins that much
-        lower, at a power of two, so that activations meet gradients of the same size at every degree.
-        """
-        return cls(value=2.0 ** (16 - (ranks - 1).bit_length())) if dtype == "fp16" else cls(patience=0)
+    def of_dtype(cls, dtype: str) -> "LossScale":
+        """2^16 for fp16; 1, for good, for every other type."""
+        return cls(value=2.0**16) if dtype == "fp16" else cls(patience=0)
 
     def update(self, finite: bool) -> None:
         """Take notice of a step."""
@@ -62,22 +66,45 @@ class LossScale:
 
 
 def update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scale: LossScale, rate: float, clip_norm: float | None
+    optimizers: Sequence[torch.optim.Optimizer],
+    owned: Iterable[Tensor],
+    scale: LossScale,
+    rate: float,
+    clip_norm: float | None,
+    group: dist.ProcessGroup | None = None,
 ) -> float:
     """Unscale and clip the gradients and step at that learning rate; returns their global norm before clipping.
 
-    The norm is over all shards. If it is not finite the step is skipped, and the loss scale learns of it.
+    `owned` are the parameters whose shards count on this rank, so that over all ranks of `group` every element counts once. If
+    the norm is not finite the step is skipped, and the loss scale learns of it.
     """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    total = torch.nn.utils.get_total_norm(gradients)
-    norm = float(total.full_tensor() if isinstance(total, DTensor) else total) / scale.value
+    device = next(p.device for optimizer in optimizers for g in optimizer.param_groups for p in g["params"])
+    norm = global_norm((p.grad for p in owned if p.grad is not None), group, device) / scale.value
     finite = math.isfinite(norm)
     if finite:
         factor = (1.0 if clip_norm is None else min(1.0, clip_norm / (norm + 1e-6))) / scale.value
-        if factor != 1.0:
-            torch._foreach_mul_([g.to_local() if isinstance(g, DTensor) else g for g in gradients], factor)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
+        for optimizer in optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            if factor != 1.0 and parameters:
+                torch._foreach_mul_([_local(p.grad) for p in parameters], factor)
+            for settings in optimizer.param_groups:
+                settings["lr"] = rate
+            optimizer.step()
     scale.update(finite)
     return norm
+
+
+def global_norm(
+    tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> float:
+    """The 2-norm of all elements of these tensors, of shards those that are here, on all ranks of `group`. Collective."""
+    here = [_local(tensor) for tensor in tensors]
+    norms = torch._foreach_norm(here) if here else ()
+    total = sum((norm.double().square() for norm in norms), torch.zeros((), dtype=torch.float64, device=device))
+    if group is not None:
+        dist.all_reduce(total, group=group)
+    return math.sqrt(float(total))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

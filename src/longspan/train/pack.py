@@ -21,6 +21,7 @@ from longspan.plan.layout import slots_of
 from longspan.plan.wire import ITEMSIZES
 from longspan.report import PackReport
 from longspan.spec import SpecError
+from longspan.train.axes import heads_of, slots_multiple_of
 from longspan.train.config import PackConfig
 from longspan.train.loader import make_loader
 
@@ -100,9 +101,9 @@ class RowCounter:
             route=parallel.route,
             inner=parallel.inner,
             wire_dtype=parallel.wire_dtype,
-            slots_multiple_of=parallel.slots_multiple_of,
+            slots_multiple_of=slots_multiple_of(config),
             masks={name: names.count(name) for name in dict.fromkeys(names)},
-            heads=None if model is None else (model.num_heads, model.num_kv_heads),
+            heads=None if model is None else heads_of(config, model),
             head_dim=_HEAD_DIM if model is None else model.head_dim,
             itemsize=ITEMSIZES[config.dtype],
         )

@@ -1,6 +1,5 @@
 """A whole run: assemble the parts on this rank, step, evaluate, save, report."""
 
-import os
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -8,17 +7,20 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.comm.launch import check_degrees, join_world, launch, leave_world, under_torchrun
+from longspan.comm.launch import join_world, launch, leave_world
+from longspan.comm.meshes import Meshes
+from longspan.comm.torchrun import under_torchrun
 from longspan.comm.traffic import record
 from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.spec import CheckpointError, DivergedError, SpecError
 from longspan.train import checkpoint
+from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
 from longspan.train.loader import make_loader
-from longspan.train.model import make_model, model_config
+from longspan.train.model import model_config
 from longspan.train.monitor import Monitor
+from longspan.train.parallel import make_stages
 from longspan.train.step import StepResult, TrainStep, check_plan
 from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure
 
@@ -44,14 +46,14 @@ class Summary:
 
 
 def train(config: TrainConfig, *, quiet: bool = False, progress: Callable[[int], None] | None = None) -> Summary | None:
-    """Train on this world if a launcher made one, else on `cp x dp` new processes. Only rank 0 gets the summary.
+    """Train on this world if a launcher made one, else on new processes, one for each rank. Only rank 0 gets the summary.
 
     What is wrong with the configuration, the corpus or a checkpoint raises here, before a process is started.
     """
     prepare(config, progress)
     if under_torchrun():
         return run_and_leave(config, quiet)
-    return launch(run_and_leave, (config, quiet), config.parallel.cp * (config.parallel.dp or 1))
+    return launch(run_and_leave, (config, quiet), topology_of(config).world)
 
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> None:
@@ -72,7 +74,7 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
             hint="set resume=true to go on from it, or choose another run_dir",
         )
     if folder is None and config.data.manifest is not None:
-        make_loader(config, store, dp_rank=0, dp_size=_dp_size(config))
+        make_loader(config, store, dp_rank=0, dp_size=topology_of(config).dp)
     if folder is not None:
         record = checkpoint.read_record(folder)
         checkpoint.check_model(folder, record, model_config(config))
@@ -81,7 +83,7 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
                 f"{folder} has done {record['step']} steps and the run asks for {config.steps}",
                 hint=f"set steps to more than {record['step']} to go on",
             )
-        make_loader(config, store, dp_rank=0, dp_size=_dp_size(config)).load_state_dict(record["loader"])
+        make_loader(config, store, dp_rank=0, dp_size=topology_of(config).dp).load_state_dict(record["loader"])
 
 
 def prepare_corpus(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
@@ -106,11 +108,11 @@ def run_and_leave(config: TrainConfig, quiet: bool) -> Summary | None:
 
 def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
     """This rank's part of a run. Collective over the world."""
-    mesh = join(config)
+    meshes = join(config)
     rank = dist.get_rank()
     store = open_store(config.data)
-    loader = make_loader(config, store, mesh["dp"].get_local_rank(), mesh["dp"].size())
-    step = TrainStep(make_model(config), mesh, config)
+    loader = make_loader(config, store, meshes.data["dp"].get_local_rank(), meshes.topology.dp)
+    step = TrainStep(make_stages(config, meshes), meshes, config)
     done, tokens, result = 0, 0, None
     if config.resume and (folder := checkpoint.newest(config.run_dir)) is not None:
         saved = checkpoint.load(folder, step)
@@ -137,12 +139,12 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
             monitor.step(index + 1, result, seconds, tokens, usage)
             last = index + 1 == config.steps
             if _due(config.eval_every, index + 1, last):
-                heldout = evaluate(step, config, store, mesh)
+                heldout = evaluate(step, config, store)
                 monitor.evaluation(index + 1, heldout)
             if _due(config.checkpoint_every, index + 1, last):
                 checkpoint.save(config.run_dir, step, checkpoint.Progress(index + 1, tokens, loader.state_dict()))
     if config.export:
-        checkpoint.export(config.run_dir, step.module, step.model_config)
+        checkpoint.export(config.run_dir, step)
     if rank != 0:
         return None
     return Summary(
@@ -159,15 +161,15 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
     )
 
 
-def join(config: TrainConfig) -> DeviceMesh:
-    """This rank's mesh, of the degrees that the configuration asks for."""
+def join(config: TrainConfig) -> Meshes:
+    """This rank's meshes, of the degrees that the configuration asks for."""
     parallel = config.parallel
-    return join_world(parallel.cp, parallel.dp, timedelta(seconds=parallel.timeout_seconds), parallel.threads)
+    return join_world(topology_of(config), timedelta(seconds=parallel.timeout_seconds), parallel.threads)
 
 
-def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore, mesh: DeviceMesh) -> float:
+def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore) -> float:
     """Mean loss over held-out rows. Collective."""
-    dp = mesh["dp"]
+    dp = step.meshes.data["dp"]
     data = config.data
     rows = eval_batches(store, data.row_tokens, dp.get_local_rank(), dp.size(), config.eval_rows, data.fit_options)
     return step.evaluate(list(rows))
@@ -180,12 +182,6 @@ def check_finite(result: StepResult, step: int, dtype: str, scale: float) -> Non
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: the run has diverged",
             hint="lower optim.lr, warm up for longer, or set optim.clip_norm; resume=true goes on from the newest checkpoint",
         )
-
-
-def _dp_size(config: TrainConfig) -> int:
-    """Of the world that will run, before it is joined."""
-    cp, dp = config.parallel.cp, config.parallel.dp
-    return check_degrees(int(os.environ["WORLD_SIZE"]) if under_torchrun() else cp * (dp or 1), cp, dp)
 
 
 def _mean(values: Sequence[float]) -> float:

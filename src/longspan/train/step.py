@@ -1,42 +1,46 @@
-"""One optimizer step under context and data parallelism: the part that `longspan verify` replays.
+"""One optimizer step on all axes: the part that `longspan verify` replays.
 
     rows of this dp rank -> shard -> model (attention runs the plan) -> sum of token losses -> backward -> AdamW
 
 Labels and positions come from the global row and are sharded like the ids. The gradient is that of the mean over all valid
-tokens of the global batch, whatever the wrapper averages by.
+tokens of the global batch, whatever is sharded, summed or averaged on the way.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from longspan.attention.context import ContextParallel
-from longspan.attention.context import Sequence as Sharded
-from longspan.attention.staged import Projections, Transform
+from longspan.comm.meshes import Meshes
 from longspan.data import Batch
-from longspan.model import Attend, Decoder, ModelConfig, SelfAttention, WholeLayer, count_targets, mean_loss_scale
-from longspan.model.config import window_of
-from longspan.plan import BALANCED, STAGED, Costs, Layout, Mask, head_stages, plan_attention
+from longspan.model import ModelConfig, count_targets, mean_loss_scale
+from longspan.plan import BALANCED, STAGED, Costs, Layout, Mask, check_model, head_stages, plan_attention
 from longspan.plan.choose import reckon
-from longspan.plan.mask import Band
 from longspan.plan.wire import ITEMSIZES
+from longspan.spec import SpecError
+from longspan.train.axes import heads_of, shape_of, slots_multiple_of, stages_per_rank, topology_of
 from longspan.train.config import TrainConfig
+from longspan.train.micro import Micro, make_micro, masks_of
 from longspan.train.model import DTYPES
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
+from longspan.train.parallel import decoder_of, is_owner
+from longspan.train.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. `loss` is the mean over the `targets` valid tokens of the global batch, the same on all ranks."""
+    """What a step did. `loss` is the mean over the `targets` valid tokens of the global batch, the same on all ranks.
+
+    `balance_loss`: what the experts' balance loss adds to it, per token of the batch; None without one.
+    """
 
     loss: float
     grad_norm: float
@@ -44,190 +48,197 @@ class StepResult:
     targets: int
     tokens: int
     skipped: bool
+    balance_loss: float | None = None
 
 
 class TrainStep:
-    """A model, its optimizer and the groups it trains over. Made from parts; does nothing until called."""
+    """This rank's stages of a model, their optimizers and the groups they train over. Made from parts; does nothing until
+    called."""
 
-    def __init__(self, model: Decoder, mesh: DeviceMesh, config: TrainConfig) -> None:
-        self.config = config
-        self.model_config = model.config
-        self.names = tuple(dict.fromkeys(model.config.mask_names))
-        heads = (model.config.num_heads, model.config.num_kv_heads)
-        parallel = config.parallel
-        costs, whole_below = costs_of(config, model.config)
-        self.cp = ContextParallel(
-            mesh["cp"],
-            layout=parallel.layout,
-            route=parallel.route,
-            heads=heads,
-            inner=parallel.inner,
-            kernel=parallel.kernel,
-            wire_dtype=parallel.wire_dtype,
-            slots_multiple_of=parallel.slots_multiple_of,
-            costs=costs,
-            layers=Counter(model.config.mask_names) if parallel.layout == BALANCED else None,
-            whole_below=whole_below,
-        )
-        self.dp_group = mesh["dp"].get_group()
-        world = dist.group.WORLD
-        assert world is not None, "a mesh exists, so a world does"
-        assert mesh.size() == dist.get_world_size(), "dp x cp is the world"
-        self.everyone = DeviceMesh.from_group(world, mesh.device_type, mesh_dim_names=("dp_cp",))
-        self.device = torch.device(mesh.device_type)
-        self.module = wrap(model.to(self.device), self.everyone, config)
-        self.optimizer = make_optimizer(self.module, config.optim)
-        self.scale = LossScale.of_dtype(config.dtype, self.everyone.size())
+    def __init__(self, stages: Sequence[nn.Module], meshes: Meshes, config: TrainConfig) -> None:
+        self.stages, self.meshes, self.config = list(stages), meshes, config
+        self.model_config = decoder_of(self.stages[0]).config
+        self.names = tuple(dict.fromkeys(self.model_config.mask_names))
+        self.cp = make_context(config, self.model_config, meshes)
+        self.device = torch.device(meshes.data.device_type)
+        self.optimizers = [make_optimizer(stage, config.optim) for stage in self.stages]
+        self.scale = LossScale.of_dtype(config.dtype)
+        self.pipeline = make_pipeline(self, config) if meshes.topology.pp > 1 else None
         self.own_targets = 0
         """Of the targets of the latest step, those on this rank's shards."""
+        self._balance_scale = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._averaged = meshes.weights["shard"].size() if config.parallel.wrapper == "ddp" else 1
+        """Ranks whose gradients the wrapper averages; where it sums them, 1."""
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
         """Accumulate over this dp rank's micro-batches and update the weights. Collective over all ranks."""
         self.own_targets = 0
-        loss, targets, tokens = self.backward(batches)
+        loss, targets, tokens, balance_loss = self.backward(batches)
         rate = learning_rate(self.config.optim, step, self.config.steps)
-        norm = update(self.module, self.optimizer, self.scale, rate, self.config.optim.clip_norm)
-        return StepResult(loss, norm, rate, targets, tokens, skipped=not math.isfinite(norm))
+        norm = self.update(rate)
+        return StepResult(loss, norm, rate, targets, tokens, not math.isfinite(norm), balance_loss)
 
-    def backward(self, batches: Sequence[Batch]) -> tuple[float, int, int]:
-        """Fresh gradients of the global token mean (times the loss scale); that mean, its tokens, and all tokens read."""
-        self.optimizer.zero_grad()
+    def update(self, rate: float) -> float:
+        """Clip the gradients of all ranks and step; their norm before clipping. Collective."""
+        named = [(stage, *pair) for stage in self.stages for pair in decoder_of(stage).named_parameters()]
+        assert not (missed := [name for _, name, p in named if p.grad is None]), f"no gradient reached {missed}"
+        owned = [p for stage, name, p in named if is_owner(p, self.meshes) and not self._is_second(stage, name)]
+        return update(self.optimizers, owned, self.scale, rate, self.config.optim.clip_norm, dist.group.WORLD)
+
+    def backward(self, batches: Sequence[Batch]) -> tuple[float, int, int, float | None]:
+        """Fresh gradients of the global token mean (times the loss scale); that mean, its tokens, all tokens read, and what the
+        balance loss adds."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         targets, tokens = self._sum_over_dp(
             [sum(batch.num_targets for batch in batches), sum(batch.seq_len for batch in batches)]
         )
-        factor = mean_loss_scale(targets, self.everyone.size())
+        factor = mean_loss_scale(targets, self._averaged) * self.scale.value
+        self._balance_scale.fill_(self._averaged * self.scale.value / tokens)
+        micros = []
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
-            self._sync_gradients(index == len(batches) - 1)
-            loss_sum = self.loss_sum(batch)
-            (loss_sum * (factor * self.scale.value)).backward()
-            total += loss_sum.detach().double()
-        return self._mean(total, targets), targets, tokens
+            micros.append(self.micro(batch))
+            if self.pipeline is None:
+                self._sync_gradients(index == len(batches) - 1)
+                loss_sum = self.stages[0](micros[-1].input_ids, **micros[-1].keywords)
+                (loss_sum * factor).backward()
+                total += loss_sum.detach().double()
+        if self.pipeline is not None:
+            total = self.pipeline.run(micros, factor)
+        return self._mean(total, targets), targets, tokens, self._balance_loss(micros, tokens)
 
-    def loss_sum(self, batch: Batch) -> torch.Tensor:
-        """Sum of the losses of this rank's tokens of a global row; collective over the CP group."""
-        with self.cp.sequence(masks_of(batch, self.names), ids=batch.digest()) as sequence:
-            local = sequence.shard(batch.tensors(), dim=1)
-            self.own_targets += count_targets(local["labels"])
-            local = {name: tensor.to(self.device) for name, tensor in local.items()}
-            loss: torch.Tensor = self.module(
-                local["input_ids"],
-                local["position_ids"],
-                self._attend(sequence),
-                labels=local["labels"],
+    def micro(self, batch: Batch) -> Micro:
+        """This rank's part of a global row; collective over the CP group."""
+        if self.config.dropout and batch.numbers is None:
+            raise SpecError(
+                f"dropout={self.config.dropout} and a batch whose tokens have no numbers",
+                hint="take batches from a Loader, or set Batch.numbers: each token's number in the run",
             )
-        return loss
-
-    def _attend(self, sequence: Sharded) -> Attend:
-        if self.cp.route != STAGED:
-            return lambda q, k, v, mask: sequence.attention(q, k, v, mask=mask)
-        heads_per_stage = self.config.parallel.heads_per_stage
-
-        def run(x: torch.Tensor, layer: SelfAttention, rotate: Transform, mask: str) -> torch.Tensor:
-            maps = projections_of(layer, rotate)
-            return sequence.projected_attention(x, maps, mask=mask, heads_per_stage=heads_per_stage)
-
-        return WholeLayer(run)
+        with self.cp.sequence(masks_of(batch, self.names), ids=batch.digest()) as sequence:
+            micro = make_micro(
+                batch, sequence, self.meshes, self.config, self.model_config.experts, self._balance_scale
+            )
+        self.own_targets += count_targets(micro.labels)
+        return micro
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | None]) -> float:
         """Token-weighted mean loss over the rows of all dp ranks; ranks without a row (None) take part with nothing."""
         # A rank without a row of its own still gathers weights with the others: it runs one token, which has no target.
-        rows = [batch or Batch.from_documents([[0]]) for batch in batches]
+        nothing = Batch.from_documents([[0]])
+        rows = [batch or nothing for batch in batches]
+        if self.pipeline is not None:
+            rows += [nothing] * (-len(rows) % self.pipeline.num_micros)
         (targets,) = self._sum_over_dp([sum(batch.num_targets for batch in rows)])
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for batch in rows:
-            total += self.loss_sum(batch).double()
+        with self._evaluating():
+            if self.pipeline is None:
+                for micro in map(self.micro, rows):
+                    total += self.stages[0](micro.input_ids, **micro.keywords).double()
+            else:
+                for start in range(0, len(rows), self.pipeline.num_micros):
+                    some = rows[start : start + self.pipeline.num_micros]
+                    total += self.pipeline.evaluate([self.micro(row) for row in some])
         return self._mean(total, targets)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        for stage in self.stages:
+            stage.eval()
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.train()
 
     def _mean(self, total: torch.Tensor, targets: int) -> float:
         """The loss sums of all ranks over the global number of targets; 0 without any. Collective."""
-        dist.all_reduce(total, group=self.everyone.get_group())
+        if self.meshes.data["tp"].get_local_rank():
+            total = torch.zeros_like(total)  # the ranks of a TP group know the same sum
+        dist.all_reduce(total)
         return float(total) / targets if targets else 0.0
 
+    def _balance_loss(self, micros: Sequence[Micro], tokens: int) -> float | None:
+        experts = self.model_config.experts
+        if experts is None or not experts.balance:
+            return None
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for micro in micros:
+            assert micro.routing is not None, "the model has experts"
+            total += sum(part.double() for part in micro.routing.sums.values())
+        dist.all_reduce(total)
+        return experts.balance * float(total) / tokens
+
     def _sum_over_dp(self, counts: Sequence[int]) -> list[int]:
-        """Every CP rank knows the whole row, so only the dp ranks add up."""
+        """Every rank of a CP, TP or PP group knows the whole row, so only the dp ranks add up."""
         total = torch.tensor(counts, dtype=torch.int64, device=self.device)
-        dist.all_reduce(total, group=self.dp_group)
+        dist.all_reduce(total, group=self.meshes.data["dp"].get_group())
         return [int(count) for count in total.tolist()]
 
     def _sync_gradients(self, last: bool) -> None:
-        if isinstance(self.module, FSDPModule):
-            self.module.set_requires_gradient_sync(last)
-        elif isinstance(self.module, DistributedDataParallel):
-            self.module.require_backward_grad_sync = last
+        for stage in self.stages:
+            if isinstance(stage, FSDPModule):
+                stage.set_requires_gradient_sync(last)
+            elif isinstance(stage, DistributedDataParallel):
+                stage.require_backward_grad_sync = last
+
+    def _is_second(self, stage: nn.Module, name: str) -> bool:
+        """Of tied embeddings, the copy on the last of several stages."""
+        return name == "embed_tokens.weight" and 0 not in decoder_of(stage).part
 
 
-def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
-    """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
-    return {name: mask_of(batch, window_of(name)) for name in names}
+def make_context(config: TrainConfig, model: ModelConfig, meshes: Meshes) -> ContextParallel:
+    """Context parallelism of a run, over the heads and slots that its other axes leave."""
+    parallel = config.parallel
+    costs, whole_below = costs_of(config, model)
+    return ContextParallel(
+        meshes.data["cp"],
+        layout=parallel.layout,
+        route=parallel.route,
+        heads=heads_of(config, model),
+        inner=parallel.inner,
+        kernel=parallel.kernel,
+        wire_dtype=parallel.wire_dtype,
+        slots_multiple_of=slots_multiple_of(config),
+        tp=parallel.tp,
+        costs=costs,
+        layers=Counter(model.mask_names) if parallel.layout == BALANCED else None,
+        whole_below=whole_below,
+    )
 
 
-def mask_of(batch: Batch, window: int | None = None) -> Mask:
-    """Causal within each document, and to all of its parent: what `Mask.shared_prefix` is for one prompt.
-
-    A window counts positions. Between a document and its parent those are nearer than their places on the token axis, by
-    the tokens that lie between the two, so the bound of `i - j` is farther by as much.
-    """
-    mask = Mask.documents(batch.lengths, window=window)
-    if not batch.parents:
-        return mask
-    stops = np.cumsum(batch.lengths).tolist()
-    bands: list[Band] = [tuple(band) for band in mask.array.tolist()]
-    for stop, length, parent in zip(stops, batch.lengths, batch.parents, strict=True):
-        if parent >= 0:
-            start, seen = stop - length, stops[parent]
-            hi = None if window is None else window - 1 + start - seen
-            bands.append((start, stop, seen - batch.lengths[parent], seen, None, hi))
-    return Mask.bands(batch.seq_len, bands)
+def make_pipeline(step: TrainStep, config: TrainConfig) -> Pipeline:
+    """The stages of a step as a pipeline, for the slots of the longest row."""
+    parallel = config.parallel
+    slots = slots_multiple_of(config)
+    assert slots is not None, "a pipeline has fixed slots"
+    ids = torch.empty(1, slots, dtype=torch.int64, device="meta")
+    rows = slots // parallel.tp if parallel.sp else slots
+    width, dtype = step.model_config.width, DTYPES[config.dtype]
+    hidden = torch.empty(1, rows, width, dtype=dtype, device="meta", requires_grad=True)
+    return Pipeline(step.stages, step.meshes, parallel.schedule, config.accumulation, ids, hidden)
 
 
 def costs_of(config: TrainConfig, model: ModelConfig) -> tuple[Costs, int]:
     """What route "auto" and layout "balanced" reckon with, for this model's heads and type: see `reckon`."""
-    parallel, heads = config.parallel, (model.num_heads, model.num_kv_heads)
-    return reckon(parallel.costs, parallel.layout, heads, model.head_dim, ITEMSIZES[config.dtype])
+    parallel = config.parallel
+    return reckon(parallel.costs, parallel.layout, heads_of(config, model), model.head_dim, ITEMSIZES[config.dtype])
 
 
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     """Refuse what no rank could carry out, before there is one: a plan of one token a rank is refused for the same."""
     parallel = config.parallel
+    check_model(
+        topology_of(config), shape_of(model), route=parallel.route, inner=parallel.inner, sp=parallel.sp,
+        accumulation=config.accumulation, schedule=parallel.schedule, stages_per_rank=stages_per_rank(config),
+    )  # fmt: skip
     mask = Mask.causal(parallel.cp)
     layout = Layout.named(parallel.layout, parallel.cp, parallel.cp, masks=[mask])
     plan = plan_attention(
-        layout, mask, parallel.route, (model.num_heads, model.num_kv_heads), parallel.inner,
+        layout, mask, parallel.route, heads_of(config, model), parallel.inner, tp=parallel.tp,
         wire_dtype=parallel.wire_dtype, costs=costs_of(config, model)[0],
     )  # fmt: skip
     heads = plan.rank_plan(0).heads
     if parallel.route == STAGED and heads is not None:
         head_stages(heads, parallel.heads_per_stage)
-
-
-def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
-    """A layer's maps round attention, with QK-norm and rotary embedding, for the route that stages heads."""
-
-    def on(norm: nn.Module | None) -> Transform:
-        return rotate if norm is None else lambda heads: rotate(norm(heads))
-
-    return Projections(
-        layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight, layer.o_proj.weight, layer.head_dim,
-        on_q=on(layer.q_norm), on_k=on(layer.k_norm),
-        used=tuple(norm.weight for norm in (layer.q_norm, layer.k_norm) if norm is not None),
-    )  # fmt: skip
-
-
-def wrap(model: Decoder, everyone: DeviceMesh, config: TrainConfig) -> nn.Module:
-    """FSDP2 over all ranks, one unit per block, or DDP. Both average gradients over the ranks of `everyone`.
-
-    What is compiled is a block's own `forward`, inside the hooks by which a wrapper gathers its weights.
-    """
-    for block in model.layers if config.compile else ():
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
-    if config.parallel.wrapper == "ddp":
-        return DistributedDataParallel(model, process_group=everyone.get_group())
-    low = DTYPES[config.dtype] if config.dtype in ("bf16", "fp16") else None
-    policy = MixedPrecisionPolicy(
-        param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
-    )
-    for unit in (*model.layers, model):
-        fully_shard(unit, mesh=everyone, mp_policy=policy)
-    return model

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from longspan.data import Batch, open_store
-from longspan.model import Decoder
+from longspan.model import Decoder, Routing
 from longspan.model.config import window_of
 from longspan.train.config import TrainConfig
 from longspan.train.loader import make_loader
@@ -37,31 +37,33 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
         batches = [next(loader) for _ in range(config.accumulation * (config.parallel.dp or 1))]
         targets = max(sum(batch.num_targets for batch in batches), 1)
         optimizer.zero_grad()
-        loss = sum(_backward(model, batch, config, scale.value / targets) for batch in batches)
+        factors = scale.value / targets, scale.value / sum(batch.seq_len for batch in batches)
+        loss = sum(_backward(model, batch, config, *factors) for batch in batches)
         if step == 0:
             named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             Evidence.write_gradients(gradients, {name: grad / scale.value for name, grad in named.items()})
         rate = learning_rate(config.optim, step, config.steps)
-        norms.append(update(model, optimizer, scale, rate, config.optim.clip_norm))
+        norms.append(update([optimizer], model.parameters(), scale, rate, config.optim.clip_norm))
         losses.append(loss / targets)
         given = [batch.tensors() for batch in batches]
         inputs.append(digest_inputs(input_rows(x["input_ids"], x["position_ids"], x["labels"]) for x in given))
     return Evidence(losses, norms, inputs, gradients)
 
 
-def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float) -> float:
-    """Add the gradients of `factor` times the loss sum of a row; returns that sum.
+def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, balance: float) -> float:
+    """Add the gradients of `factor` times the loss sum of a row, and of the balance loss of its experts `balance` times;
+    returns the loss sum.
 
     For bf16 and fp16 a copy in that type computes, and its gradients are added to those of the fp32 weights.
     """
     dtype, wire_dtype = config.dtype, config.parallel.wire_dtype
     if dtype not in ("bf16", "fp16"):
-        loss = loss_sum(model, batch, wire_dtype)
+        loss = loss_sum(model, batch, wire_dtype, balance)
         (loss * factor).backward()
         return float(loss.detach())
-    low = Decoder(model.config).to(DTYPES[dtype])
+    low = Decoder(model.config, dropout=model.dropout, seed=model.seed).to(DTYPES[dtype])
     low.load_state_dict(model.state_dict())
-    loss = loss_sum(low, batch, wire_dtype)
+    loss = loss_sum(low, batch, wire_dtype, balance)
     (loss * factor).backward()
     for wide, narrow in zip(model.parameters(), low.parameters(), strict=True):
         if narrow.grad is not None:
@@ -69,16 +71,31 @@ def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float) 
     return float(loss.detach())
 
 
-def loss_sum(model: Decoder, batch: Batch, wire_dtype: str | None = None) -> Tensor:
+def loss_sum(model: Decoder, batch: Batch, wire_dtype: str | None = None, balance: float = 0.0) -> Tensor:
     """Sum of the losses of a whole row, attention by plain SDPA within each document, to keys and values as `wire_dtype`
-    rounds them."""
+    rounds them. Backward adds `balance` times the gradient of the experts' balance loss."""
     tensors = batch.tensors()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
         k, v = rounded(k, wire_dtype), rounded(v, wire_dtype)
         return attend_documents(q, k, v, batch.lengths, mask, batch.parents)
 
-    return model(tensors["input_ids"], tensors["position_ids"], attend, labels=tensors["labels"])
+    numbers = None if batch.numbers is None else torch.from_numpy(batch.numbers.copy())[None]
+    loss: Tensor = model(
+        tensors["input_ids"], tensors["position_ids"], attend, labels=tensors["labels"], tokens=numbers,
+        routing=_routing(model, batch, balance),
+    )  # fmt: skip
+    return loss
+
+
+def _routing(model: Decoder, batch: Batch, scale: float) -> Routing | None:
+    """The whole row is here: no token is dead, and no other rank has any."""
+    experts = model.config.experts
+    if experts is None:
+        return None
+    lengths = torch.tensor(batch.lengths if experts.balance_over == "document" else [batch.seq_len])
+    unit = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
+    return Routing(torch.ones_like(unit, dtype=torch.bool), unit, lengths, None, scale)
 
 
 def attend_documents(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.comm.launch import launch
+from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
 from longspan.train.model import model_config
 from longspan.train.run import prepare_corpus
@@ -20,8 +21,8 @@ from longspan.verify.replay import replay_and_leave
 def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None] = lambda text: None) -> list[Verdict]:
     """Run every case and return its verdict. `told` hears what is being run, for a progress display.
 
-    Each side runs in processes of its own on this machine: one for CP=1, `cp x dp` for a case. A case that the configuration
-    does not allow raises before any is run.
+    Each side runs in processes of its own on this machine: one for CP=1, as many as all axes ask for in a case. A case that the
+    configuration does not allow raises before any is run.
     """
     replays = [
         _with(
@@ -55,8 +56,7 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
             dtype, parallel = replay.dtype, replay.parallel
             own, exact = baseline(dtype, parallel.wire_dtype), baseline(dtype if dtype in EXACT else "fp32", None)
             told(f"cp={parallel.cp} {parallel.layout} {parallel.route} {dtype}{_rounded(parallel.wire_dtype)}")
-            ranks = parallel.cp * (parallel.dp or 1)
-            seen = launch(replay_and_leave, (replay, cases.steps, files.next()), ranks)
+            seen = launch(replay_and_leave, (replay, cases.steps, files.next()), topology_of(replay).world)
             verdicts.append(judge(replay, seen, own, exact))
     return verdicts
 

@@ -1,0 +1,72 @@
+"""Dropout keyed by a token's number in the whole run: different by token, the same in recomputation and on any rank.
+No mask is kept between forward and backward: it is drawn again from the counter.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from longspan.model.philox import check_keep, keep
+from longspan.spec import SpecError
+
+# Elements at a time in eager code: 2 MiB of temporaries, which a CPU's cache holds.
+CHUNK_ELEMENTS = 2**17
+
+
+class TokenDropout(nn.Module):
+    """Set elements to 0 with probability `p` and multiply the others by `1 / (1 - p)`, in training mode.
+
+    What is dropped depends on `seed`, `site`, the token's number and the feature's index alone (see `philox.keep`).
+    Give each place in the model a `site` of its own. Raises SpecError for p outside [0, 1).
+    """
+
+    def __init__(self, p: float, seed: int, site: int) -> None:
+        super().__init__()
+        check_keep(p, seed, site)
+        self.p, self.seed, self.site = p, seed, site
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """x (B, T, E) -> (B, T, E). tokens, int64 (B, T): each slot's token counted in the whole run, -1 if dead."""
+        if tokens.dtype != torch.int64 or tokens.shape != x.shape[:-1]:
+            raise SpecError(
+                f"tokens {tuple(tokens.shape)} {tokens.dtype} do not fit x {tuple(x.shape)}",
+                hint="give each token's number in the whole run, torch.int64, sharded like the ids",
+            )
+        if not self.training or self.p == 0:
+            return x
+        out: Tensor = _Drop.apply(x, tokens, self.p, self.seed, self.site)  # type: ignore[no-untyped-call]
+        return out
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, seed={self.seed}, site={self.site}"
+
+
+class _Drop(torch.autograd.Function):
+    """Linear in x and its own transpose: backward drops from the gradient what forward dropped from x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tokens: Tensor, p: float, seed: int, site: int) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.options = p, seed, site
+        return _drop(x, tokens, p, seed, site)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _drop(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None
+
+
+def _drop(x: Tensor, tokens: Tensor, p: float, seed: int, site: int) -> Tensor:
+    def drop(x: Tensor, tokens: Tensor) -> Tensor:
+        kept = keep(tokens.clamp_min(0), x.shape[-1], p, seed=seed, site=site)
+        return torch.where(kept, x * (1 / (1 - p)), 0)
+
+    # A compiler fuses all of it, and needs no chunks.
+    if torch.compiler.is_compiling() or x.numel() <= CHUNK_ELEMENTS:
+        return drop(x, tokens)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    num_rows = max(1, CHUNK_ELEMENTS // x.shape[-1])
+    flat = (out.flatten(0, -2), x.flatten(0, -2), tokens.flatten())
+    for part, *given in zip(*(each.split(num_rows) for each in flat), strict=True):
+        part.copy_(drop(*given))
+    return out

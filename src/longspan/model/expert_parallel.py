@@ -1,0 +1,21 @@
+"""Expert parallelism: each rank of the axis keeps its share of the experts of every layer, whole."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+from longspan.model.decoder import Decoder
+from longspan.model.experts import MixtureOfExperts
+
+
+def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
+    """Cut the experts of `model` over the one axis of `mesh`, in place; tokens then travel to their experts and back."""
+
+    def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            module.register_parameter(key, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+
+    for block in model.blocks:
+        if isinstance(block.mlp, MixtureOfExperts):
+            distribute_module(block.mlp.experts, mesh, cut)
+            block.mlp.experts.group = mesh.get_group()

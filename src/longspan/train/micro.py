@@ -1,0 +1,128 @@
+"""One rank's part of a micro-batch: what a decoder is called with.
+
+Batch -> masks, layout and plans -> shard over cp -> of what goes with hidden states, the part of this tp rank
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from longspan.attention.context import Sequence as Sharded
+from longspan.attention.staged import Projections, Transform
+from longspan.comm.meshes import Meshes
+from longspan.data import Batch
+from longspan.model import Attend, Routing, SelfAttention, WholeLayer
+from longspan.model.config import ExpertsConfig, window_of
+from longspan.plan import STAGED, Mask
+from longspan.plan.mask import Band
+from longspan.train.config import TrainConfig
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Micro:
+    """Of all T slots: ids, positions, labels (1, T). `tokens` and `routing` are of the slots whose hidden states are here."""
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    attend: Attend
+    tokens: Tensor | None
+    routing: Routing | None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """All that `Decoder.forward` takes but the ids."""
+        return {
+            "position_ids": self.position_ids, "attend": self.attend, "labels": self.labels, "tokens": self.tokens,
+            "routing": self.routing,
+        }  # fmt: skip
+
+
+def make_micro(
+    batch: Batch,
+    sequence: Sharded,
+    meshes: Meshes,
+    config: TrainConfig,
+    experts: ExpertsConfig | None,
+    balance_scale: Tensor,
+) -> Micro:
+    """This rank's part of a global row that `sequence` has laid out."""
+    device = meshes.data.device_type
+    tp, sp = meshes.data["tp"], config.parallel.sp and meshes.topology.tp > 1
+
+    def part(x: Tensor) -> Tensor:
+        return x.chunk(tp.size(), dim=1)[tp.get_local_rank()].contiguous() if sp else x
+
+    lengths = batch.lengths if experts is not None and experts.balance_over == "document" else (batch.seq_len,)
+    whole = batch.tensors()
+    if config.dropout and batch.numbers is not None:
+        whole["tokens"] = torch.from_numpy(batch.numbers.copy())[None]
+    if experts is not None:
+        whole["unit"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[None]
+    local = {name: x.to(device) for name, x in sequence.shard(whole, dim=1).items()}
+    tokens, unit, routing = local.pop("tokens", None), local.pop("unit", None), None
+    if unit is not None:
+        routing = Routing(
+            live=part(local["position_ids"] >= 0),
+            unit=part(unit),
+            unit_tokens=torch.tensor(lengths, device=device),
+            group=meshes.tokens if meshes.topology.tp * meshes.topology.cp > 1 else None,
+            scale=balance_scale,
+        )
+    tokens = None if tokens is None else part(tokens)
+    return Micro(**local, attend=_attend(sequence, config), tokens=tokens, routing=routing)
+
+
+def _attend(sequence: Sharded, config: TrainConfig) -> Attend:
+    if config.parallel.route != STAGED:
+        return lambda q, k, v, mask: sequence.attention(q, k, v, mask=mask)
+    heads_per_stage = config.parallel.heads_per_stage
+
+    def run(x: Tensor, layer: SelfAttention, rotate: Transform, mask: str) -> Tensor:
+        maps = projections_of(layer, rotate)
+        return sequence.projected_attention(x, maps, mask=mask, heads_per_stage=heads_per_stage)
+
+    return WholeLayer(run)
+
+
+def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
+    """A layer's maps round attention, with QK-norm and rotary embedding, for the route that stages heads."""
+
+    def on(norm: nn.Module | None) -> Transform:
+        return rotate if norm is None else lambda heads: rotate(norm(heads))
+
+    return Projections(
+        layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight, layer.o_proj.weight, layer.head_dim,
+        on_q=on(layer.q_norm), on_k=on(layer.k_norm),
+        used=tuple(norm.weight for norm in (layer.q_norm, layer.k_norm) if norm is not None),
+    )  # fmt: skip
+
+
+def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
+    """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
+    return {name: mask_of(batch, window_of(name)) for name in names}
+
+
+def mask_of(batch: Batch, window: int | None = None) -> Mask:
+    """Causal within each document, and to all of its parent: what `Mask.shared_prefix` is for one prompt.
+
+    A window counts positions. Between a document and its parent those are nearer than their places on the token axis, by
+    the tokens that lie between the two, so the bound of `i - j` is farther by as much.
+    """
+    mask = Mask.documents(batch.lengths, window=window)
+    if not batch.parents:
+        return mask
+    stops = np.cumsum(batch.lengths).tolist()
+    bands: list[Band] = [tuple(band) for band in mask.array.tolist()]
+    for stop, length, parent in zip(stops, batch.lengths, batch.parents, strict=True):
+        if parent >= 0:
+            start, seen = stop - length, stops[parent]
+            hi = None if window is None else window - 1 + start - seen
+            bands.append((start, stop, seen - batch.lengths[parent], seen, None, hi))
+    return Mask.bands(batch.seq_len, bands)
