@@ -1,6 +1,6 @@
 """A short check of all that runs on one device: each kernel on each kind of tile, and attention on one rank, by plain math.
 
-    python -m benchmarks.device [--device cuda]
+    python -m benchmarks.device [--device cuda] [--kernel flex]
 
 Prints a line for each check and ends with an error if one fails. Nothing is timed but the last line.
 """
@@ -9,13 +9,14 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import pairwise
 
 import click
 import torch
 
 from longspan import Layout, Mask, attention, plan_attention, record
-from longspan.attention.kernel import KERNELS, launches
+from longspan.attention.kernel import KERNELS, Launch, launches
 from longspan.attention.merge import merge_
 from longspan.attention.scores import ScoreChange
 from longspan.plan import Tile
@@ -32,37 +33,51 @@ TILES = {
     "one row": (4, 5, 0, 9, None, None),
 }
 DOCUMENTS = [130, 1, 64, 64, 300, 7]
+CHANGES = {
+    "soft-cap": ScoreChange(2.0),
+    "soft-cap and ALiBi": ScoreChange(2.0, torch.tensor([2.0**-n for n in range(HEADS)])),
+}
 LIMIT = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4}
 """Of the greatest difference from fp64, over the tensor's greatest value."""
 
 
 @click.command(help=__doc__)
 @click.option("--device", default="cuda", show_default=True)
-def main(device: str) -> None:
-    found = list(_checks(torch.device(device)))
+@click.option("--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True, help="These alone.")
+def main(device: str, kernels: tuple[str, ...]) -> None:
+    found = list(_checks(torch.device(device), kernels))
     click.echo(f"{sum(found)} of {len(found)} checks hold")
     sys.exit(not all(found))
 
 
-def _checks(device: torch.device) -> Iterator[bool]:
+def _checks(device: torch.device, kernels: tuple[str, ...] = ()) -> Iterator[bool]:
+    """`kernels` alone, or all and attention by what "auto" takes."""
     torch.manual_seed(0)
-    like = {dtype: torch.zeros(1, 2, 8, DIM, dtype=dtype, device=device) for dtype in LIMIT}
-    for name, kernel in KERNELS.items():
-        for dtype, x in like.items():
-            if (reason := kernel.refusal(x, x, x)) is not None:
-                click.echo(f"{name} {_short(dtype)}: not here: {reason}")
-                continue
-            for kind, band in TILES.items():
-                yield _told(f"{name} {_short(dtype)} {kind}", lambda b=band, n=name, d=dtype: _tile(n, [b], d, device))
-            ends = [sum(DOCUMENTS[:n]) for n in range(len(DOCUMENTS) + 1)]
-            bands = [(a, b, a, b, 0, None) for a, b in pairwise(ends)]
-            yield _told(f"{name} {_short(dtype)} documents", lambda b=bands, n=name, d=dtype: _tile(n, b, d, device))
-            if kernel.refusal(x, x, x, ScoreChange(20.0)) is None:
-                one = [TILES["window"]]
-                yield _told(
-                    f"{name} {_short(dtype)} soft-cap",
-                    lambda b=one, n=name, d=dtype: _tile(n, b, d, device, ScoreChange(2.0)),
-                )
+    for name in kernels or KERNELS:
+        yield from _of_kernel(name, device)
+    if not kernels:
+        yield from _of_attention(device)
+
+
+def _of_kernel(name: str, device: torch.device) -> Iterator[bool]:
+    ends = [sum(DOCUMENTS[:n]) for n in range(len(DOCUMENTS) + 1)]
+    work = {kind: [band] for kind, band in TILES.items()} | {
+        "documents": [(a, b, a, b, 0, None) for a, b in pairwise(ends)]
+    }
+    for dtype in LIMIT:
+        x = torch.zeros(1, 2, 8, DIM, dtype=dtype, device=device)
+        if (reason := KERNELS[name].refusal(x, x, x)) is not None:
+            click.echo(f"{name} {_short(dtype)}: not here: {reason}")
+            continue
+        for kind, bands in work.items():
+            yield _told(f"{name} {_short(dtype)} {kind}", lambda b=bands, d=dtype: _tile(name, b, d, device))
+        for kind, change in CHANGES.items():
+            if KERNELS[name].refusal(x, x, x, change) is None:
+                check = lambda c=change, d=dtype: _tile(name, work["window"], d, device, c)  # noqa: E731
+                yield _told(f"{name} {_short(dtype)} {kind}", check)
+
+
+def _of_attention(device: torch.device) -> Iterator[bool]:
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     for kind, mask in (
         ("causal", Mask.causal(1000)),
@@ -114,8 +129,9 @@ def _run(name: str, tiles: list[Tile], x: list[torch.Tensor], change: ScoreChang
     for launch in launches(kernel, tiles, q):
         rows = slice(launch.q0, launch.q1)
         part, part_lse = kernel.forward(
-            q[:, :, rows], k[:, :, launch.k0 : launch.k1], v[:, :, launch.k0 : launch.k1], launch.shapes, SCALE, change
-        )
+            q[:, :, rows], k[:, :, launch.k0 : launch.k1], v[:, :, launch.k0 : launch.k1], launch.shapes, SCALE,
+            _at(change, launch, q.device),
+        )  # fmt: skip
         merge_(out[:, :, rows], lse[:, :, rows], part, part_lse)
     grads = [torch.zeros_like(t, dtype=wide) for t in (q, k, v)]
     final = out.to(q.dtype)
@@ -123,11 +139,19 @@ def _run(name: str, tiles: list[Tile], x: list[torch.Tensor], change: ScoreChang
         rows, keys = slice(launch.q0, launch.q1), slice(launch.k0, launch.k1)
         parts = kernel.backward(
             dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], final[:, :, rows], lse[:, :, rows],
-            launch.shapes, SCALE, change,
+            launch.shapes, SCALE, _at(change, launch, q.device),
         )  # fmt: skip
         for total, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
             total[:, :, where] += part
     return [out, lse.masked_fill(lse == -math.inf, 0.0), *grads]
+
+
+def _at(change: ScoreChange | None, launch: Launch, device: torch.device) -> ScoreChange | None:
+    """The change on the device, and where the rows and keys of a call are on the token axis."""
+    if change is None or change.slopes is None:
+        return change
+    rows, keys = (torch.arange(*ends, device=device) for ends in ((launch.q0, launch.q1), (launch.k0, launch.k1)))
+    return replace(change, slopes=change.slopes.to(device), rows=rows, keys=keys)
 
 
 def _attention(mask: Mask, dtype: torch.dtype, device: torch.device) -> float:

@@ -34,7 +34,7 @@ def dense(inputs, mask, softcap, alibi):
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3])]
 
 
-def _changed(group, rank, cases):
+def check_changed(group, rank, cases, kernel="auto"):
     for layout, mask, route, inner, heads, softcap, alibi in cases:
         inputs = make_inputs(mask.seq_len, heads)
         want = dense(inputs, mask, softcap, alibi)
@@ -43,7 +43,7 @@ def _changed(group, rank, cases):
         for x in (q, k, v):
             x.requires_grad_()
         given = slopes(heads[0]) if alibi else None
-        out = attention(q, k, v, plan=plan, group=group, scale=SCALE, softcap=softcap, alibi=given)
+        out = attention(q, k, v, plan=plan, group=group, scale=SCALE, kernel=kernel, softcap=softcap, alibi=given)
         out.backward(dout)
         for got, right in zip((out.detach(), q.grad, k.grad, v.grad), want, strict=True):
             error = relative_error(got, shard(right, layout, rank, 2), floor=max(1e-3, right.abs().max().item()))
@@ -69,7 +69,7 @@ def test_against_dense(P):
     ]
     # KV heads that serve now more, now fewer query heads of a rank.
     cases += [(Layout.zigzag(23, P), MASKS[0], "ulysses", None, (12, 6), *change) for change in CHANGES]
-    run_ranks(P, _changed, cases[:: 1 if P == 2 else 3])
+    run_ranks(P, check_changed, cases[:: 1 if P == 2 else 3])
 
 
 def test_what_is_refused():

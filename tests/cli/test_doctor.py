@@ -36,6 +36,17 @@ def test_our_kernels_run_on_the_cpu(name: str, dtype: str) -> None:
     assert kernels()[f"{name} cpu {dtype}"] == "runs"
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("cudnn", "cuDNN attention takes bf16 and fp16 on cuda, not torch.bfloat16 on cpu"),
+        ("flex", "FlexAttention has a backward for fp32, bf16 and fp16 on cuda, not for torch.bfloat16 on cpu"),
+    ],
+)
+def test_kernels_of_other_devices_say_so(name: str, reason: str) -> None:
+    assert kernels()[f"{name} cpu bfloat16"] == reason
+
+
 def test_a_kernel_that_fails_says_why() -> None:
     kernel = KERNELS["sdpa"]
     with patch.object(type(kernel), "forward", side_effect=RuntimeError("no such operator\nlong trace")):

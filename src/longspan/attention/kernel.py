@@ -13,6 +13,7 @@ import torch
 
 from longspan.attention.cudnn import CudnnKernel
 from longspan.attention.flash2 import FlashAttention2Kernel
+from longspan.attention.flex import FlexKernel
 from longspan.attention.reference import ReferenceKernel
 from longspan.attention.scores import ScoreChange
 from longspan.attention.sdpa import SdpaKernel
@@ -110,7 +111,8 @@ def _runs(kernel: Kernel, pieces: Sequence[Tile], q: Tensor) -> Iterator[list[Ti
 
 
 KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel for kernel in (SdpaKernel(), FlashAttention2Kernel(), CudnnKernel(), ReferenceKernel())
+    kernel.name: kernel
+    for kernel in (SdpaKernel(), FlashAttention2Kernel(), CudnnKernel(), FlexKernel(), ReferenceKernel())
 }
 """In the order in which "auto" tries them: `cudnn` takes nothing that `sdpa` does not take."""
 
