@@ -6,6 +6,7 @@ ep, and by FSDP2 what is left over dp x cp.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.comm.meshes import Meshes
 from longspan.model import Decoder, MixtureOfExperts, apply_expert_parallel, apply_tensor_parallel
+from longspan.model.regions import local_region
 from longspan.train.axes import stage_layers
 from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES, first_weights, meta_model, model_config
@@ -104,26 +106,37 @@ def _place(mesh: dist.device_mesh.DeviceMesh) -> dict[str, int]:
 
 
 def gather_whole(stages: Sequence[nn.Module], meshes: Meshes, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Every parameter of the model, or its gradient, whole, on the CPU of rank 0; an empty mapping on others. Collective."""
-    here = dict(_wholes(stages, gradients))
-    is_sender = dist.get_rank() == meshes.topology.groups("tp-dp-cp")[meshes.data["pp"].get_local_rank()][0]
-    names: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(names, {name: (x.shape, x.dtype) for name, x in here.items()} if is_sender else {})
+    """Every parameter of the model, or its gradient, whole, on the CPU of rank 0; an empty mapping on others. Collective.
+
+    Owners send rank 0 what they hold; no other rank sees a whole parameter.
+    """
+    pieces = list(_pieces(stages, meshes, gradients))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, [(*place, local.dtype) for *place, local in pieces])
     if dist.get_rank():
-        for tensor in here.values() if is_sender else ():
-            dist.send(tensor.to(meshes.weights.device_type), 0)
+        for *_, local in pieces:
+            dist.send(local, 0)
         return {}
-    for sender, shapes in enumerate(names[1:], start=1):
-        for name, (shape, dtype) in shapes.items():
-            tensor = torch.empty(shape, dtype=dtype, device=meshes.weights.device_type)
-            dist.recv(tensor, sender)
-            here.setdefault(name, tensor.cpu())
-    return here
+    whole: dict[str, Tensor] = {}
+    for sender, places in enumerate(everyone):
+        for index, (name, shape, region, dtype) in enumerate(places):
+            local = pieces[index][-1]
+            if sender:
+                sizes = [part.stop - part.start for part in region]
+                local = torch.empty(sizes, dtype=dtype, device=meshes.weights.device_type)
+                dist.recv(local, sender)
+            whole.setdefault(name, torch.empty(shape, dtype=dtype))[region] = local.cpu()
+    return whole
 
 
-def _wholes(stages: Sequence[nn.Module], gradients: bool) -> Iterator[tuple[str, Tensor]]:
+def _pieces(
+    stages: Sequence[nn.Module], meshes: Meshes, gradients: bool
+) -> Iterator[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
+    """What this rank owns: name, shape of the whole, the part that is here, its values."""
     for stage in stages:
         for name, parameter in decoder_of(stage).named_parameters():
             tensor = parameter.grad if gradients else parameter.detach()
-            if tensor is not None:
-                yield name, (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu().contiguous()
+            if tensor is not None and is_owner(parameter, meshes):
+                local, region = local_region(tensor)
+                if local.numel():
+                    yield name, tuple(tensor.shape), region, local.contiguous()
