@@ -16,13 +16,21 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from longspan.model import Decoder, load_pretrained
 from longspan.spec import CheckpointError, DataError, SpecError
 from longspan.train import checkpoint
+from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
 from longspan.train.model import make_model
 from longspan.train.run import prepare, run
 from longspan.verify.baseline import attend_documents
 from tests.oracle import raised
 from tests.ranks import run_ranks
-from tests.train.tiny import make_config, make_meshes, make_step, write_corpus
+from tests.train.tiny import MODEL, make_config, make_meshes, make_step, write_corpus
+
+
+AXES_MODEL = {**MODEL, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+EXPERTS_MODEL = {
+    **AXES_MODEL, "ffn_width": None,
+    "experts": {"num_experts": 4, "top_k": 2, "ffn_width": 8, "balance": 0.01, "balance_over": "document"},
+}  # fmt: skip
 
 
 def run_on_ranks(group: Any, rank: int, config: TrainConfig) -> dict[str, Any] | None:
@@ -32,7 +40,7 @@ def run_on_ranks(group: Any, rank: int, config: TrainConfig) -> dict[str, Any] |
 
 
 def train(config: TrainConfig) -> dict[str, Any]:
-    summary, *others = run_ranks(config.parallel.cp * (config.parallel.dp or 1), run_on_ranks, config)
+    summary, *others = run_ranks(topology_of(config).world, run_on_ranks, config)
     assert others == [None] * len(others)
     assert summary is not None
     return summary
@@ -107,6 +115,40 @@ def test_resume_at_another_degree(folder: Path, dtype: str, tolerance: float, ch
         assert metrics(again, kind) == pytest.approx(late, rel=tolerance), kind
     for kind in ("targets", "tokens", "tokens_seen", "learning_rate"):  # the same rows
         assert metrics(again, kind) == {s: v for s, v in metrics(through, kind).items() if s > 3}
+
+
+@pytest.mark.parametrize(
+    ("first", "change"),
+    [
+        (
+            {"parallel__tp": 2, "parallel__pp": 2, "parallel__schedule": "interleaved", "dropout": 0.1},
+            {"parallel__tp": 1, "parallel__pp": 1, "parallel__schedule": "1f1b", "parallel__cp": 2},
+        ),
+        (
+            {"parallel__cp": 2, "dropout": 0.1},
+            {"parallel__tp": 2, "parallel__pp": 2, "parallel__cp": 1},
+        ),
+        (
+            {"parallel__pp": 2, "model__tie_embeddings": True},
+            {"parallel__pp": 1, "parallel__dp": 2, "parallel__cp": 2, "parallel__replicas": 2, "accumulation": 1},
+        ),
+        (
+            {"parallel__dp": 2, "parallel__ep": 2, "model": EXPERTS_MODEL, "export": False, "dropout": 0.1},
+            {"parallel__dp": 1, "parallel__ep": 2, "parallel__cp": 2, "parallel__tp": 2, "accumulation": 4},
+        ),
+    ],
+)  # fmt: skip
+def test_resume_on_other_axes(folder: Path, first: dict[str, Any], change: dict[str, Any]) -> None:
+    """A checkpoint knows no axis: parameters, moments and settings are found by the names of the whole model."""
+    first = {"model": dict(AXES_MODEL), "dtype": "fp64", "optim__eps": 1e-5, **first}
+    through, again = stop_and_go(folder, f"axes-{len(list(folder.iterdir()))}", change, **first)
+    for kind in ("loss", "grad_norm", "heldout_loss"):
+        late = {step: value for step, value in metrics(through, kind).items() if step > 3}
+        assert metrics(again, kind) == pytest.approx(late, rel=1e-9), kind
+    if again.export:
+        a, b = (load_file(config.run_dir / "model" / "model.safetensors") for config in (through, again))
+        assert a.keys() == b.keys()
+        assert all(torch.allclose(a[name], b[name], rtol=1e-9, atol=1e-12) for name in a)
 
 
 def test_a_run_that_is_done_is_not_run_again(folder: Path) -> None:

@@ -88,6 +88,11 @@ class TrainStep:
     def backward(self, batches: Sequence[Batch]) -> tuple[float, int, int, float | None]:
         """Fresh gradients of the global token mean (times the loss scale); that mean, its tokens, all tokens read, and what the
         balance loss adds."""
+        if self.config.dropout and any(batch.numbers is None for batch in batches):
+            raise SpecError(
+                f"dropout={self.config.dropout} and a batch whose tokens have no numbers",
+                hint="take batches from a Loader, or set Batch.numbers: each token's number in the run",
+            )
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         targets, tokens = self._sum_over_dp(
@@ -110,11 +115,6 @@ class TrainStep:
 
     def micro(self, batch: Batch) -> Micro:
         """This rank's part of a global row; collective over the CP group."""
-        if self.config.dropout and batch.numbers is None:
-            raise SpecError(
-                f"dropout={self.config.dropout} and a batch whose tokens have no numbers",
-                hint="take batches from a Loader, or set Batch.numbers: each token's number in the run",
-            )
         with self.cp.sequence(masks_of(batch, self.names), ids=batch.digest()) as sequence:
             micro = make_micro(
                 batch, sequence, self.meshes, self.config, self.model_config.experts, self._balance_scale
