@@ -147,6 +147,11 @@ CORRECT = "correct them in the configuration file or with --set name=value"
             "error: export=true: a Llama folder cannot describe qk_norm=True, windows=()",
             "set export=false and use checkpoint_every, or a model without these",
         ),
+        (
+            setting("parallel.tp=2"),
+            "error: tp=2 does not divide 1 KV heads",
+            "tp divides heads, ffn_width and vocab_size: set it to 1",
+        ),
     ],
 )
 def test_what_cannot_begin(

@@ -100,8 +100,15 @@ WRONG = {
         "hint: set stages_per_rank to 1; or schedule to 'interleaved' or 'zero-bubble'",
     ),
     "stages without a pipeline": (
-        Topology(dp=1), SHAPE, {"schedule": "interleaved", "stages_per_rank": 2},
+        Topology(dp=1), SHAPE, {"stages_per_rank": 2},
         "stages_per_rank=2 means nothing to pp=1, which has one stage\n\nhint: set stages_per_rank to 1; or pp to 2 or more",
+    ),
+    "a schedule without a pipeline": (
+        Topology(dp=1), SHAPE, {"schedule": "interleaved", "stages_per_rank": 2},
+        "schedule 'interleaved' means nothing to pp=1, which has one stage\n\nhint: leave it at '1f1b', or set pp to 2 or more",
+    ),
+    "no sp without tp": (
+        Topology(dp=2), SHAPE, {"sp": False}, "sp=false means nothing to tp=1\n\nhint: leave sp out, or set tp to 2 or more",
     ),
     "schedule": (
         Topology(dp=1, pp=2), SHAPE, {"schedule": "gpipe"},

@@ -9,12 +9,16 @@ import pytest
 import torch
 
 from longspan.data import Batch
+from longspan.spec import SpecError
 from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
+from longspan.train.model import model_config
 from longspan.train.parallel import gather_whole
+from longspan.train.step import check_plan
+from tests.oracle import raised
 from tests.ranks import run_ranks
 from tests.train import reference
-from tests.train.tiny import Document, make_config, make_step, numbered_batch, random_row
+from tests.train.tiny import Document, make_batch, make_config, make_step, numbered_batch, random_row
 
 STEPS = 3
 TOKENS = 48
@@ -127,6 +131,8 @@ RUNS: dict[str, dict[str, Any]] = {
 OTHERS: dict[str, dict[str, Any]] = {
     "one rank": {},
     "one rank, experts": EXPERTS,
+    "tp4": {**on(tp=4), "model__num_kv_heads": 4},
+    "cp4": on(cp=4),
     "tp2, no sp": on(tp=2, sp=False),
     "tp2cp2, no sp": on(tp=2, cp=2, sp=False),
     "tp2, tied": {**on(tp=2), **TIED},
@@ -168,3 +174,91 @@ def test_equals_one_rank(run: str) -> None:
 @pytest.mark.parametrize("run", OTHERS)
 def test_others_equal_one_rank(run: str) -> None:
     check(**OTHERS[run])
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "tp and KV heads": (on(tp=4), r"tp=4 does not divide 2 KV heads\s+hint: .* set it to 1 or 2"),
+    "tp and the MLP": ({**on(tp=2), "model__ffn_width": 25}, r"does not divide ffn_width=25\s+hint: .* such as 26"),
+    "tp and the vocabulary": ({**on(tp=2), "model__vocab_size": 65}, r"vocab_size=65\s+hint: .* such as 66"),
+    "ulysses after tp": (
+        on(tp=2, cp=4, route="ulysses"),
+        r"degree 4 does not divide 2 query heads \(of 4, tp=2 has taken its share\).*\s+hint: .*lower tp",
+    ),
+    "usp after tp": (
+        on(tp=2, cp=4, route="usp", inner=4),
+        r"degree 4 does not divide 2 query heads.*\s+hint: set inner=",
+    ),
+    "stages and layers": (
+        {**on(pp=8), "accumulation": 8},
+        r"8 stages, and the model has 4 layers\s+hint: .* at most 4",
+    ),
+    "virtual stages and layers": (
+        {**on(pp=4, schedule="interleaved"), "accumulation": 4},
+        r"pp=4 x stages_per_rank=2 makes 8 stages, .*\s+hint: .*or lower stages_per_rank",
+    ),
+    "few micro-batches": (
+        {**on(pp=4), "accumulation": 2},
+        r"accumulation=2 is less than pp=4.*\s+hint: set accumulation to 4",
+    ),
+    "odd micro-batches": (
+        {**on(pp=2, schedule="interleaved"), "accumulation": 3},
+        r"accumulation=3 is not a multiple of pp=2.*\s+hint: .*2 or 4",
+    ),
+    "stages of 1f1b": (on(pp=2, stages_per_rank=2), r"stages_per_rank=2 means nothing to schedule '1f1b'"),
+    "a schedule without stages": (on(schedule="zero-bubble"), r"'zero-bubble' means nothing to pp=1"),
+    "no sp without tp": (on(sp=False), r"sp=false means nothing to tp=1"),
+    "ep without experts": (on(dp=2, ep=2), r"ep=2 for a model without experts"),
+    "ep and experts": ({**on(dp=3, ep=3), **EXPERTS}, r"ep=3 does not divide 4 experts\s+hint: .*set it to 1"),
+    "ep and ranks": ({**on(ep=2), **EXPERTS}, r"ep 2 does not divide the 1 ranks of a stage"),
+    "experts without sp": (
+        {**on(tp=2, sp=False), **EXPERTS},
+        r"TP ranks hold the same tokens.*\s+hint: set sp to true",
+    ),
+    "replicas": (on(dp=2, replicas=3), r"replicas=3 does not divide dp=2\s+hint: set replicas to 1 or 2"),
+    "the order": (on(order="tp-cp-dp-pp"), r"does not name each of tp, cp, ep, dp, pp once"),
+    "tp across nodes": (
+        on(tp=2, cp=2, ranks_per_node=2, order="cp-tp-ep-dp-pp"),
+        r"a TP group lies across nodes of 2 ranks: ranks 0,2.*\s+hint: put tp first",
+    ),
+    "ddp": (on(tp=2, wrapper="ddp"), r"DDP knows dp x cp alone\s+hint: use parallel.wrapper=\"fsdp\""),
+    "upipe and tp": (on(tp=2, cp=2, route="upipe"), r"route \"upipe\" with tp=2"),
+    "zero-bubble and recompute": (
+        {**on(pp=2, schedule="zero-bubble"), "recompute": "block"},
+        r"each would compute the block again\s+hint: set recompute",
+    ),
+    "compile and tp": ({**on(tp=2), "compile": True}, r"compile=true with tp=2, pp=1 is not supported"),
+    "compile and experts": ({**EXPERTS, "compile": True}, r"compile=true with experts"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_refused_before_there_are_ranks(case: str) -> None:
+    def prepare(changes: dict[str, Any]) -> None:
+        config = axes_config(**changes)
+        check_plan(config, model_config(config))
+
+    changes, text = WRONG[case]
+    with pytest.raises(ValueError, match=text):
+        prepare(changes)
+
+
+def test_a_world_that_the_degrees_do_not_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    config = axes_config(**on(tp=2, cp=2))
+    with pytest.raises(
+        SpecError, match=r"tp 2 x cp 2 = 4 does not divide a world of 6 ranks\s+hint: .*multiple of 4 ranks"
+    ):
+        check_plan(config, model_config(config))
+
+
+def test_dropout_needs_the_numbers_of_tokens() -> None:
+    (text,) = run_ranks(1, train_without_numbers, axes_config())
+    assert text == (
+        "dropout=0.25 and a batch whose tokens have no numbers\n\n"
+        "hint: take batches from a Loader, or set Batch.numbers: each token's number in the run"
+    )
+
+
+def train_without_numbers(group: Any, rank: int, config: TrainConfig) -> str:
+    return raised(make_step(config).backward, [make_batch(random_row(1, vocab_size=64))])[1]

@@ -25,7 +25,6 @@ from tests.oracle import raised
 from tests.ranks import run_ranks
 from tests.train.tiny import MODEL, make_config, make_meshes, make_step, write_corpus
 
-
 AXES_MODEL = {**MODEL, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 EXPERTS_MODEL = {
     **AXES_MODEL, "ffn_width": None,

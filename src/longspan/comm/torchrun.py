@@ -11,3 +11,8 @@ def under_torchrun() -> bool:
 def world_size() -> int | None:
     """Ranks of the world that a launcher made; None without one."""
     return int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
+
+
+def local_world_size() -> int | None:
+    """Ranks that the launcher started on this machine; None without one."""
+    return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() and "LOCAL_WORLD_SIZE" in os.environ else None

@@ -46,7 +46,7 @@ def check_model(
     the micro-batches of a step, which a pipeline runs by `schedule` over pp x `stages_per_rank` stages. `ranks_per_node`
     refuses TP groups that lie across nodes; None does not look.
     """
-    _check_tp(topology, shape)
+    _check_tp(topology, shape, sp)
     _check_route(topology, shape, route, inner)
     _check_experts(topology, shape, sp)
     _check_pipeline(topology, shape, accumulation, schedule, stages_per_rank)
@@ -54,8 +54,10 @@ def check_model(
         _check_nodes(topology, ranks_per_node)
 
 
-def _check_tp(topology: Topology, shape: ModelShape) -> None:
+def _check_tp(topology: Topology, shape: ModelShape, sp: bool) -> None:
     tp = topology.tp
+    if tp == 1 and not sp:
+        raise SpecError("sp=false means nothing to tp=1", hint="leave sp out, or set tp to 2 or more")
     check_heads(shape.num_heads, shape.num_kv_heads)
     cut = {
         "query heads": shape.num_heads,
@@ -135,6 +137,11 @@ def _check_schedule(pp: int, schedule: str, accumulation: int, stages_per_rank: 
         raise SpecError(
             f"accumulation={accumulation}, stages_per_rank={stages_per_rank}: both are counts from 1",
             hint="leave them out for 1",
+        )
+    if schedule != SCHEDULES[0] and pp == 1:
+        raise SpecError(
+            f"schedule {schedule!r} means nothing to pp=1, which has one stage",
+            hint=f"leave it at {SCHEDULES[0]!r}, or set pp to 2 or more",
         )
     if stages_per_rank > 1 and pp == 1:
         raise SpecError(

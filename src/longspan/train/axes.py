@@ -3,7 +3,7 @@
 import math
 from itertools import pairwise
 
-from longspan.comm.torchrun import world_size
+from longspan.comm.torchrun import local_world_size, world_size
 from longspan.model.config import ModelConfig
 from longspan.plan import ModelShape, Topology
 from longspan.plan.layout import slots_of
@@ -18,6 +18,12 @@ def topology_of(config: TrainConfig) -> Topology:
     p = config.parallel
     world = world_size() or p.tp * p.pp * p.cp * (p.dp or 1)
     return Topology.of(world, dp=p.dp, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, replicas=p.replicas, order=p.order)
+
+
+def ranks_per_node(config: TrainConfig, topology: Topology) -> int:
+    """Ranks that a fast link joins, as far as is told; without a launcher all are on this machine."""
+    local = config.parallel.ranks_per_node or local_world_size() or topology.world
+    return topology.world if config.parallel.ranks_per_node is None and topology.world % local else local
 
 
 def stages_per_rank(config: TrainConfig) -> int:

@@ -120,11 +120,12 @@ def gather_whole(stages: Sequence[nn.Module], meshes: Meshes, *, gradients: bool
     whole: dict[str, Tensor] = {}
     for sender, places in enumerate(everyone):
         for index, (name, shape, region, dtype) in enumerate(places):
-            local = pieces[index][-1]
             if sender:
                 sizes = [part.stop - part.start for part in region]
                 local = torch.empty(sizes, dtype=dtype, device=meshes.weights.device_type)
                 dist.recv(local, sender)
+            else:
+                local = pieces[index][-1]
             whole.setdefault(name, torch.empty(shape, dtype=dtype))[region] = local.cpu()
     return whole
 

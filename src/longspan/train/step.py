@@ -26,7 +26,7 @@ from longspan.plan import BALANCED, STAGED, Costs, Layout, Mask, check_model, he
 from longspan.plan.choose import reckon
 from longspan.plan.wire import ITEMSIZES
 from longspan.spec import SpecError
-from longspan.train.axes import heads_of, shape_of, slots_multiple_of, stages_per_rank, topology_of
+from longspan.train.axes import heads_of, ranks_per_node, shape_of, slots_multiple_of, stages_per_rank, topology_of
 from longspan.train.config import TrainConfig
 from longspan.train.micro import Micro, make_micro, masks_of
 from longspan.train.model import DTYPES
@@ -229,9 +229,11 @@ def costs_of(config: TrainConfig, model: ModelConfig) -> tuple[Costs, int]:
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
     """Refuse what no rank could carry out, before there is one: a plan of one token a rank is refused for the same."""
     parallel = config.parallel
+    topology = topology_of(config)
     check_model(
-        topology_of(config), shape_of(model), route=parallel.route, inner=parallel.inner, sp=parallel.sp,
+        topology, shape_of(model), route=parallel.route, inner=parallel.inner, sp=parallel.sp,
         accumulation=config.accumulation, schedule=parallel.schedule, stages_per_rank=stages_per_rank(config),
+        ranks_per_node=ranks_per_node(config, topology),
     )  # fmt: skip
     mask = Mask.causal(parallel.cp)
     layout = Layout.named(parallel.layout, parallel.cp, parallel.cp, masks=[mask])
