@@ -162,6 +162,10 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cp2pp2ep2": {**on(cp=2, pp=2, ep=2), **EXPERTS},
     "dp2ep2, recompute block": {**on(dp=2, ep=2), **EXPERTS, "recompute": "block"},
     "cp2dp2ep2, hsdp": {**on(cp=2, dp=2, ep=2, replicas=2), **EXPERTS},
+    "cp2dp2, each reduced": on(cp=2, dp=2, defer_reduction=False),
+    "tp2dp2ep2, each reduced": {**on(tp=2, dp=2, ep=2, defer_reduction=False), **EXPERTS},
+    "cp2, ddp, each reduced": on(cp=2, wrapper="ddp", defer_reduction=False),
+    "cp2, compiled": {**on(cp=2, slots_multiple_of=24), "compile": True},
     "cp2, ddp, experts": {**on(cp=2, wrapper="ddp"), **EXPERTS},
 }
 
@@ -226,6 +230,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {**on(pp=2, schedule="zero-bubble"), "recompute": "block"},
         r"each would compute the block again\s+hint: set recompute",
     ),
+    "each reduced in a pipeline": (on(pp=2, defer_reduction=False), r"a pipeline reduces once"),
     "compile and tp": ({**on(tp=2), "compile": True}, r"compile=true with tp=2, pp=1 is not supported"),
     "compile and experts": ({**EXPERTS, "compile": True}, r"compile=true with experts"),
 }

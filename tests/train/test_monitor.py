@@ -26,6 +26,7 @@ STEP_KEYS = {
 RANK_KEYS = {
     "rank": int, "targets": int, "pairs": int, "blocks": int, "rows_received": int, "bytes_sent": int,
     "bytes_received": int, "attention_seconds": float, "waiting_seconds": float, "peak_memory_bytes": int,
+    "stage": int,
 }  # fmt: skip
 
 

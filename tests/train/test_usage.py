@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -179,6 +180,9 @@ def test_balance_by_hand() -> None:
     ]
     assert Balance.of(ranks) == Balance(slowest_rank=2, pairs_imbalance=1.5, time_imbalance=2.0)
     assert Balance.of(ranks[:1]) == Balance(0, 1.0, 1.0)
+    # Stages of a pipeline are not compared with each other: 1 1 | 3 5 is as uneven as 3 5.
+    stages = [replace(used(r, pairs=p, worked=1.0), stage=r // 2) for r, p in enumerate((1, 1, 3, 5))]
+    assert Balance.of(stages).pairs_imbalance == 1.25
     assert Balance.of([used(0, pairs=0, worked=0.0), used(1, pairs=0, worked=0.0)]) == Balance(0, 1.0, 1.0)
 
 

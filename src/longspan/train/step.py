@@ -105,7 +105,7 @@ class TrainStep:
         for index, batch in enumerate(batches):
             micros.append(self.micro(batch))
             if self.pipeline is None:
-                self._sync_gradients(index == len(batches) - 1)
+                self._sync_gradients(index == len(batches) - 1 or not self.config.parallel.defer_reduction)
                 loss_sum = self.stages[0](micros[-1].input_ids, **micros[-1].keywords)
                 (loss_sum * factor).backward()
                 total += loss_sum.detach().double()

@@ -37,6 +37,8 @@ class RankUsage:
     attention_seconds: float
     waiting_seconds: float
     peak_memory_bytes: int
+    stage: int = 0
+    """Of the pipeline. Stages have other layers, so ranks are compared within theirs."""
 
     @property
     def worked_seconds(self) -> float:
@@ -44,7 +46,7 @@ class RankUsage:
         return self.attention_seconds - self.waiting_seconds
 
 
-def measure(rank: int, targets: int, calls: Sequence[Call]) -> RankUsage:
+def measure(rank: int, targets: int, calls: Sequence[Call], stage: int = 0) -> RankUsage:
     """Sum the attention calls of a step. Peak memory is the process's resident set, or on CUDA the allocator's peak."""
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
@@ -61,6 +63,7 @@ def measure(rank: int, targets: int, calls: Sequence[Call]) -> RankUsage:
         sum(call.seconds_total for call in calls),
         sum(call.seconds_waiting for call in calls),
         peak,
+        stage,
     )
 
 
@@ -73,7 +76,8 @@ def gather_usage(usage: RankUsage) -> list[RankUsage]:
 
 @dataclass(frozen=True)
 class Balance:
-    """How even a step was: greatest over mean of all ranks, 1.0 is even. Time is that worked in attention."""
+    """How even a step was: greatest over mean of all ranks of a pipeline's stage, 1.0 is even; of several stages the least even.
+    Time is that worked in attention."""
 
     slowest_rank: int
     pairs_imbalance: float
@@ -82,10 +86,11 @@ class Balance:
     @classmethod
     def of(cls, ranks: Sequence[RankUsage]) -> "Balance":
         slowest = max(ranks, key=lambda usage: usage.worked_seconds)
+        stages = [[usage for usage in ranks if usage.stage == stage] for stage in {usage.stage for usage in ranks}]
         return cls(
             slowest.rank,
-            _over_mean([usage.pairs for usage in ranks]),
-            _over_mean([usage.worked_seconds for usage in ranks]),
+            max(_over_mean([usage.pairs for usage in stage]) for stage in stages),
+            max(_over_mean([usage.worked_seconds for usage in stage]) for stage in stages),
         )
 
 
