@@ -1,6 +1,7 @@
 """No rank ever holds what its axis shards whole: weights, moments, experts, logits, KV. By the profiler's memory events, and
 each check beside a run without that axis, in which it does find what it looks for."""
 
+import functools
 import gc
 import math
 from dataclasses import dataclass
@@ -27,8 +28,8 @@ from tests.train.tiny import make_config, make_meshes
 ITEMSIZE = 4
 MODEL = {"vocab_size": 512, "width": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 4, "ffn_width": 256}
 EXPERTS = {**MODEL, "ffn_width": None, "experts": {"num_experts": 8, "top_k": 2, "ffn_width": 128}}
-SLACK = 1 << 16
-"""Bytes of what a draw of first weights needs beside them, in chunks of 1,024 elements here."""
+SLACK = 1 << 18
+"""Bytes of what a draw of first weights needs beside them, in chunks of 4,096 elements here."""
 
 
 def make(tokens: int = 16, **changes: Any) -> TrainConfig:
@@ -37,12 +38,10 @@ def make(tokens: int = 16, **changes: Any) -> TrainConfig:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes: the most that was held while the model was made, and beyond it in an evaluation; the same where no unit gives its
-    weights back; the largest tensor of two steps. Elements of weights and of moments."""
+    """Bytes: the most that was held while the model was made, and the largest tensor of two steps. Elements of weights and of
+    moments."""
 
     making: int
-    evaluating: int
-    kept: int
     largest: int
     weights: int
     moments: int
@@ -52,7 +51,7 @@ def measure(group: Any, rank: int, config: TrainConfig, chunk_bytes: int) -> Mem
     torch.set_num_threads(1)
     meshes = make_meshes(config)
     gc.collect()  # what is freed while the profiler looks would count against what is held
-    with patch("longspan.model.philox.CHUNK_BLOCKS", 256), profiled() as making:
+    with patch("longspan.model.philox.CHUNK_BLOCKS", 1024), profiled() as making:
         step = TrainStep(make_stages(config, meshes), meshes, config)
     place = meshes.topology.coordinates(rank)
     batches = [row_of(config, config.data.row_tokens, 10 * place["dp"] + n) for n in range(config.accumulation)]
@@ -63,12 +62,7 @@ def measure(group: Any, rank: int, config: TrainConfig, chunk_bytes: int) -> Mem
     states = [state for optimizer in step.optimizers for state in optimizer.state.values()]
     moments = sum(local(state[name]).numel() for state in states for name in ("exp_avg", "exp_avg_sq"))
     largest = max(event.nbytes() for event in steps.profiler.kineto_results.events() if event.name() == "[memory]")
-    evaluating = min(peak_of(lambda: step.evaluate(batches)) for _ in range(3))
-    for stage in step.stages:
-        assert isinstance(stage, FSDPModule)
-        stage.set_reshard_after_forward(False)
-    kept = peak_of(lambda: step.evaluate(batches))
-    return Memory(peak_bytes(making), evaluating, kept, largest, weights, moments)
+    return Memory(peak_bytes(making), largest, weights, moments)
 
 
 def profiled() -> torch.profiler.profile:
@@ -81,6 +75,12 @@ def local(x: torch.Tensor) -> torch.Tensor:
 
 def on_ranks(config: TrainConfig, chunk_bytes: int = 64 * 2**20) -> list[Memory]:
     return run_ranks(topology_of(config).world, measure, config, chunk_bytes)
+
+
+@functools.cache
+def on_one_rank(has_experts: bool) -> Memory:
+    (memory,) = on_ranks(make(model=EXPERTS if has_experts else MODEL))
+    return memory
 
 
 def elements(config: TrainConfig) -> int:
@@ -116,18 +116,32 @@ def test_no_rank_makes_or_steps_a_whole_model(run: str) -> None:
         largest = max(math.prod(each) for unit in (*shape.units, *shape.expert_units) for each in unit)
         assert memory.making <= ITEMSIZE * (own + largest) + SLACK < ITEMSIZE * whole
     # On one rank the same sum does find the whole.
-    (one,) = on_ranks(make(model=config.model.model_dump() if config.model else {}))
+    one = on_one_rank(has_experts="model" in RUNS[run])
     assert one.making >= ITEMSIZE * whole
     assert one.moments == 2 * one.weights == 2 * whole
+
+
+def measure_gathers(group: Any, rank: int, config: TrainConfig) -> tuple[int, int]:
+    """The most bytes of an evaluation, and of one in which no unit gives its weights back."""
+    torch.set_num_threads(1)
+    meshes = make_meshes(config)
+    step = TrainStep(make_stages(config, meshes), meshes, config)
+    batch = row_of(config, config.data.row_tokens, rank)
+    # gloo's own thread may let go of a buffer a little after it is done with it: the least of several.
+    usual = min(peak_of(lambda: step.evaluate([batch])) for _ in range(3))
+    (root,) = step.stages
+    assert isinstance(root, FSDPModule)
+    root.set_reshard_after_forward(False)
+    return usual, peak_of(lambda: step.evaluate([batch]))
 
 
 def test_fsdp_never_has_all_weights_gathered() -> None:
     """Forward holds the root's weights, and those of two blocks, each in the buffer of its gather and copied out of it."""
     config = make(parallel__dp=2)
     *blocks, root = (ITEMSIZE * shard_elements(unit, 1) for unit in step_shape(config, 0, [16]).units)
-    for memory in on_ranks(config):
-        assert memory.evaluating <= 2 * root + 2 * 2 * max(blocks) < ITEMSIZE * elements(config)
-        assert memory.kept >= ITEMSIZE * elements(config)
+    for usual, kept in run_ranks(2, measure_gathers, config):
+        assert usual <= 2 * root + 2 * 2 * max(blocks) < ITEMSIZE * elements(config)
+        assert kept >= ITEMSIZE * elements(config)
 
 
 def test_no_rank_has_all_experts() -> None:

@@ -32,12 +32,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "cp2, ulysses": {"parallel__cp": 2, "parallel__route": "ulysses"},
     "dp2": {"parallel__dp": 2, "accumulation": 1},
     "dp2, accumulation": {"parallel__dp": 2},
+    "tp2dp2, each micro-batch": {"parallel__tp": 2, "parallel__dp": 2, "parallel__defer_reduction": False},
     "cp2dp2, hsdp": {"parallel__cp": 2, "parallel__dp": 2, "parallel__replicas": 2},
     "ep2": {"parallel__dp": 2, "parallel__ep": 2, **EXPERTS},
     "cp2ep2": {"parallel__cp": 2, "parallel__ep": 2, **EXPERTS},
     "dp2, experts": {"parallel__dp": 2, **EXPERTS},
     "dp4ep2": {"parallel__dp": 4, "parallel__ep": 2, **EXPERTS},
     "pp2": {"parallel__pp": 2},
+    "pp2dp2, tied": {"parallel__pp": 2, "parallel__dp": 2, "accumulation": 4, "model__tie_embeddings": True},
     "tp2cp2": {"parallel__tp": 2, "parallel__cp": 2},
 }
 
@@ -157,6 +159,15 @@ def test_tensor_parallelism_by_hand() -> None:
             ("tp", "all-reduce"): 4 * 1536 + 4 * half + scalars,
         }
     )
+
+
+def test_recomputation_repeats_what_comes_before_the_last_projection() -> None:
+    """Of a layer pass, both gathers and the scatter behind attention: 3 / 4. Hops and gathers of weights are not repeated."""
+    changes = {"parallel__tp": 2, "parallel__cp": 2, "accumulation": 1}
+    usual, again = (one_row(run_config(**changes, recompute=recompute))[0]["sent"] for recompute in ("none", "block"))
+    more = {key: again[key] - usual[key] for key in again if again[key] != usual[key]}
+    half = LAYERS * layer_pass(24, WIDTH, 2) / 2
+    assert more == {("tp", "all-gather"): half, ("tp", "reduce-scatter"): half / 2}
 
 
 def test_ulysses_by_hand() -> None:

@@ -50,6 +50,8 @@ class ParallelConfig(_Record):
     """HSDP: copies of the sharded weights, over dp; 1: weights are sharded over all of dp x cp."""
     order: str = "tp-cp-ep-dp-pp"
     """The axes, neighbouring ranks first."""
+    ranks_per_node: Positive | None = None
+    """Ranks that a fast link joins, which a TP group may not leave; None: those that torchrun has on a machine."""
     layout: LayoutName = "zigzag"
     route: RouteName = "ring"
     """How keys and values reach the queries; "auto" chooses. `docs/concepts/routes.md` lists the names."""
@@ -67,6 +69,8 @@ class ParallelConfig(_Record):
     """Pad each rank's local length with dead slots to a multiple; None: exact lengths."""
     wrapper: Literal["fsdp", "ddp"] = "fsdp"
     """FSDP2 shards parameters, gradients and moments over dp x cp; DDP keeps them whole (fp32 and fp64, tp, pp, ep of 1)."""
+    defer_reduction: bool = True
+    """Sum gradients over ranks once a step, behind its last micro-batch; false: behind each, and keep shards alone."""
     threads: Positive | None = None
     """CPU threads of a rank; None: the cores over the ranks of this machine."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
@@ -121,6 +125,8 @@ class TrainConfig(_Record):
     """Steps between checkpoints; there is one at the end too. None: never."""
     imbalance_limit: Annotated[float, Field(gt=1)] | None = 1.25
     """Warn when in each of ten steps a rank had over so many times the mean pairs, or time in attention; None: never."""
+    preflight: bool = False
+    """Before the first step, run one at the longest row the data can give, tell every rank's peak memory, and undo it."""
     resume: bool = False
     """Go on from the newest checkpoint in `run_dir`."""
     export: bool = False
@@ -149,6 +155,11 @@ class TrainConfig(_Record):
             raise SpecError(
                 f'parallel.wrapper="ddp" with {given}: DDP knows dp x cp alone',
                 hint='use parallel.wrapper="fsdp"',
+            )
+        if self.parallel.pp > 1 and not self.parallel.defer_reduction:
+            raise SpecError(
+                f"defer_reduction=false with pp={self.parallel.pp}: a pipeline reduces once, behind its last micro-batch",
+                hint="leave defer_reduction at true",
             )
         if self.parallel.route == "upipe" and self.parallel.tp > 1:
             raise SpecError(

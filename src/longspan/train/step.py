@@ -81,7 +81,8 @@ class TrainStep:
     def update(self, rate: float) -> float:
         """Clip the gradients of all ranks and step; their norm before clipping. Collective."""
         named = [(stage, *pair) for stage in self.stages for pair in decoder_of(stage).named_parameters()]
-        assert not (missed := [name for _, name, p in named if p.grad is None]), f"no gradient reached {missed}"
+        missed = [name for _, name, p in named if p.requires_grad and p.grad is None]
+        assert not missed, f"no gradient reached {missed}"
         owned = [p for stage, name, p in named if is_owner(p, self.meshes) and not self._is_second(stage, name)]
         return update(self.optimizers, owned, self.scale, rate, self.config.optim.clip_norm, dist.group.WORLD)
 

@@ -1,0 +1,287 @@
+"""What every axis of a run sends in a step, counted and by formula, and what a block keeps for backward beside one rank's.
+
+    python -m benchmarks.axes [--tp 2] [--cp 2] [--dp 1] [--pp 1] [--ep 1] [--seq-len 1024]
+
+Bytes are those of one rank, the one that sends most over that axis; attention, hidden states between stages and rows of experts
+follow from a plan, a schedule and a router, so no formula is printed for them. Keeps: what autograd saved of a block's forward,
+weights apart; peak: the most that its forward and backward held at a time. docs/reference/traffic.md has the formulas.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.harness import freed_here, peak_bytes, save
+from longspan.comm.census import Counts, census
+from longspan.comm.launch import join_world, launch, leave_world
+from longspan.comm.meshes import Meshes
+from longspan.comm.volumes import Shape, StepShape, shard_elements, step_volumes
+from longspan.data import Batch
+from longspan.model import Decoder, ModelConfig, apply_tensor_parallel
+from longspan.model.rope import rotary_tables
+from longspan.train.axes import stage_layers, topology_of
+from longspan.train.config import TrainConfig
+from longspan.train.micro import make_micro, masks_of
+from longspan.train.model import DTYPES, meta_model, model_config
+from longspan.train.parallel import make_stages
+from longspan.train.step import TrainStep, make_context
+
+PROPORTIONS = {"vocab_size": 512, "width": 128, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "ffn_width": 448}
+"""Those of Llama 3 8B between width, heads and MLP."""
+EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_width": 112}
+
+
+@click.command(help=__doc__)
+@click.option("--tp", default=2, show_default=True)
+@click.option("--cp", default=2, show_default=True)
+@click.option("--dp", default=1, show_default=True)
+@click.option("--pp", default=1, show_default=True)
+@click.option("--ep", default=1, show_default=True, help="Above 1: the layers have experts.")
+@click.option("--replicas", default=1, show_default=True)
+@click.option("--sp/--no-sp", default=True, show_default=True)
+@click.option("--route", default="ring", show_default=True)
+@click.option("--accumulation", default=2, show_default=True)
+@click.option("--seq-len", default=1024, show_default=True)
+@click.option("--json", "output", type=click.Path(path_type=Path))
+def main(seq_len: int, accumulation: int, output: Path | None, **parallel: Any) -> None:
+    config = make_config(seq_len, accumulation, parallel)
+    rows = launch(traffic_of_step, (config, seq_len), topology_of(config).world)
+    Console(width=120).print(_traffic_table(rows))
+    record: dict[str, Any] = {"parallel": parallel, "seq_len": seq_len, "accumulation": accumulation, "traffic": rows}
+    if parallel["tp"] * parallel["cp"] > 1 and parallel["ep"] == 1:
+        record["activations"] = ratios(config, seq_len)
+        Console(width=120).print(_activations_table(record["activations"], config))
+    save(output, record)
+
+
+def make_config(seq_len: int, accumulation: int, parallel: dict[str, Any]) -> TrainConfig:
+    """A small model of Llama 3's proportions on these axes, in fp32."""
+    model = PROPORTIONS | ({"ffn_width": None, "experts": EXPERTS} if parallel["ep"] > 1 else {})
+    return TrainConfig.model_validate(
+        {
+            "data": {"paths": ["/nowhere"], "row_tokens": seq_len},
+            "model": model,
+            "parallel": parallel,
+            "accumulation": accumulation,
+        }
+    )
+
+
+def traffic_of_step(config: TrainConfig, seq_len: int) -> list[dict[str, Any]]:
+    """For each axis and kind, what the rank that sends most over it sent in one step, and the formula. Runs in every rank."""
+    meshes = join_world(topology_of(config), timedelta(minutes=5), threads=1)
+    try:
+        step = TrainStep(make_stages(config, meshes), meshes, config)
+        place = meshes.topology.coordinates(dist.get_rank())
+        batches = [row_of(config, seq_len, 100 * place["dp"] + micro) for micro in range(config.accumulation)]
+        with census(meshes) as traffic:
+            step(batches, 0)
+        slots = [step.micro(batch).input_ids.shape[1] for batch in batches]
+        formulas = step_volumes(step_shape(config, place["pp"], slots))
+        mine = {key: (counts, formulas.get(key)) for key, counts in traffic.by_kind.items()}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        return [_most(key, everyone) for key in sorted({key for rank in everyone for key in rank})]
+    finally:
+        leave_world()
+
+
+def step_shape(config: TrainConfig, pp_rank: int, slots: list[int]) -> StepShape:
+    """What the formulas need to know of a run with one stage a rank, whose micro-batches have these slots on a rank."""
+    model, topology = model_config(config), topology_of(config)
+    stages = stage_layers(config, model)
+    layers, first, last = stages[pp_rank], pp_rank == 0, pp_rank == len(stages) - 1
+    sp, experts = config.parallel.sp and topology.tp > 1, model.experts
+    table = (model.vocab_size // topology.tp, model.width)
+    has_head = last and not (first and model.tie_embeddings)
+    root = [table] * first + [(model.width,)] * last + [table] * has_head
+    head_norms = 2 * model.head_dim * model.qk_norm
+    gate = experts.num_experts * model.width if experts else 0
+    return StepShape(
+        topology,
+        sp,
+        model.width,
+        len(layers),
+        tuple(slots),
+        units=(*[block_shapes(model, topology.tp)] * len(layers), tuple(root)),
+        expert_units=(expert_shapes(model, topology.ep),) * (len(layers) if experts else 0),
+        parts=len(layers) * (head_norms + sp * (2 * model.width + gate)) + model.width * last * sp,
+        first=first,
+        last=last,
+        num_experts=experts.num_experts if experts else 0,
+        balance=experts is not None and experts.balance > 0,
+        tied=shard_elements([table], topology.degree("shard")) if model.tie_embeddings else 0,
+        deferred=config.parallel.defer_reduction,
+    )
+
+
+def block_shapes(model: ModelConfig, tp: int) -> tuple[Shape, ...]:
+    """Of a block's weights on a rank of tp, experts apart."""
+    E, D = model.width, model.head_dim
+    query, kv = model.num_heads * D // tp, model.num_kv_heads * D // tp
+    attention: list[Shape] = [(query, E), (kv, E), (kv, E), (E, query), (E,), (E,), *[(D,)] * (2 * model.qk_norm)]
+    if model.experts is not None:
+        return (*attention, (model.experts.num_experts, E))
+    assert model.ffn_width is not None, "a model has one of the two"
+    ffn = model.ffn_width // tp
+    return (*attention, (ffn, E), (ffn, E), (E, ffn))
+
+
+def expert_shapes(model: ModelConfig, ep: int) -> tuple[Shape, ...]:
+    """Of a layer's experts on a rank of ep."""
+    if model.experts is None:
+        return ()
+    number, ffn, E = model.experts.num_experts // ep, model.experts.ffn_width, model.width
+    return ((number, 2 * ffn, E), (number, E, ffn))
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Of a block: bytes that autograd saved in forward, weights and rotary tables apart, each storage once; and the most bytes
+    that forward and backward held together, beside weights, their gradients and the input."""
+
+    saved: int
+    peak: int
+
+
+def ratios(config: TrainConfig, seq_len: int) -> dict[str, dict[str, float]]:
+    """Saved and peak bytes of a block on the worst rank over those on one rank, with SP and without. Starts ranks."""
+    parallel = config.parallel.model_copy(update={"dp": 1, "pp": 1, "replicas": 1})
+    config = config.model_copy(update={"parallel": parallel, "accumulation": 1})
+    one = parallel.model_copy(update={"tp": 1, "cp": 1})
+    runs = {"one": one} | {
+        "sp" if sp else "no sp": parallel.model_copy(update={"sp": sp})
+        for sp in ([True, False] if parallel.tp > 1 else [True])
+    }
+    worst = {}
+    for name, run in runs.items():
+        changed = config.model_copy(update={"parallel": run})
+        ranks = launch(_activations, (changed, seq_len), topology_of(changed).world)
+        worst[name] = Activations(max(rank.saved for rank in ranks), max(rank.peak for rank in ranks))
+    return {
+        name: {"saved": of.saved / worst["one"].saved, "peak": of.peak / worst["one"].peak}
+        for name, of in worst.items()
+    }
+
+
+def _activations(config: TrainConfig, seq_len: int) -> list[Activations]:
+    meshes = join_world(topology_of(config), timedelta(minutes=5), threads=1)
+    try:
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, block_activations(config, meshes, seq_len))
+        return everyone
+    finally:
+        leave_world()
+
+
+def block_activations(config: TrainConfig, meshes: Meshes, seq_len: int) -> Activations:
+    """Of the first block of a run, by itself, on this rank's part of a row. Collective over tp x cp."""
+    model = meta_model(config)
+    if meshes.topology.tp > 1:
+        apply_tensor_parallel(model, meshes.data["tp"], sequence=config.parallel.sp)
+    model.to_empty(device=meshes.data.device_type)
+    model.init_weights()
+    run, tables = _block_of(model, config, meshes, row_of(config, seq_len, 0))
+    ours = {_storage(tensor).data_ptr() for tensor in (*model.parameters(), *tables)}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = _storage(tensor)
+        if storage.data_ptr() not in ours:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    # All that is saved stays alive until backward, so an address is one storage.
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    out.backward(torch.ones_like(out))  # gradients of weights exist from here on
+    del out
+
+    def both() -> None:
+        out = run()
+        out.backward(torch.ones_like(out))
+
+    # gloo's own thread may let go of a buffer a little after it is done with it: the least of several.
+    return Activations(sum(kept.values()), min(peak_of(both) for _ in range(3)))
+
+
+def peak_of(function: Callable[[], Any]) -> int:
+    """Bytes that `function` held at most beyond those before it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    gc.collect()  # what is freed meanwhile would count against what is held
+    with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        function()
+    return peak_bytes(profiler)
+
+
+def _block_of(
+    model: Decoder, config: TrainConfig, meshes: Meshes, batch: Batch
+) -> tuple[Callable[[], Tensor], tuple[Tensor, Tensor]]:
+    """The first block's forward on this rank's slots, and its rotary tables."""
+    cp = make_context(config, model.config, meshes)
+    mask = model.config.mask_names[0]
+    with cp.sequence(masks_of(batch, (mask,))) as sequence:
+        micro = make_micro(batch, sequence, meshes, config, None, torch.zeros(()))
+    dtype = DTYPES[config.dtype]
+    rows = micro.input_ids.shape[1] // (meshes.topology.tp if config.parallel.sp else 1)
+    x = torch.randn(1, rows, model.config.width, dtype=dtype, device=micro.input_ids.device, requires_grad=True)
+    cos, sin = rotary_tables(micro.position_ids, model.config, dtype)
+    block = model.blocks[0]
+    return (lambda: block(x, cos, sin, micro.attend, mask, micro.tokens, None)), (cos, sin)
+
+
+def row_of(config: TrainConfig, seq_len: int, seed: int) -> Batch:
+    """One document of random tokens, as the loader would number them."""
+    ids = np.random.default_rng(seed).integers(1, model_config(config).vocab_size, seq_len)
+    return replace(Batch.from_documents([ids]), numbers=np.arange(seq_len))
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).untyped_storage()
+
+
+def _most(key: tuple[str, str], everyone: list[dict[tuple[str, str], Any]]) -> dict[str, Any]:
+    counts, formula = max((rank[key] for rank in everyone if key in rank), key=lambda pair: pair[0].bytes_sent)
+    assert isinstance(counts, Counts)
+    return {
+        "axis": key[0], "kind": key[1], "calls": counts.calls, "elements": float(counts.elements_sent),
+        "bytes": float(counts.bytes_sent), "formula": None if formula is None else float(formula),
+    }  # fmt: skip
+
+
+def _traffic_table(rows: list[dict[str, Any]]) -> Table:
+    table = Table("axis", "kind", "calls", "elements sent", "formula", "bytes sent", box=None)
+    for row in rows:
+        formula = "" if row["formula"] is None else f"{row['formula']:,.1f}"
+        numbers = (f"{row['elements']:,.1f}", formula, f"{row['bytes']:,.0f}")
+        table.add_row(row["axis"], row["kind"], str(row["calls"]), *numbers)
+    return table
+
+
+def _activations_table(found: dict[str, dict[str, float]], config: TrainConfig) -> Table:
+    table = Table("a block over one rank's", "keeps", "peak", box=None)
+    for name, of in found.items():
+        if name != "one":
+            label = (
+                f"tp{config.parallel.tp} cp{config.parallel.cp}, {name}"
+                if config.parallel.tp > 1
+                else f"cp{config.parallel.cp}"
+            )
+            table.add_row(label, f"{of['saved']:.3f}", f"{of['peak']:.3f}")
+    return table
+
+
+if __name__ == "__main__":
+    main()
