@@ -173,8 +173,7 @@ def test_a_degree_that_does_not_fit_the_world_of_torchrun(
     result = run(folder / "run.toml", "--set", f"run_dir={tmp_path}/run")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: cp 2 does not divide a world of 3 ranks\n\n"
-        "hint: set cp to 1 or 3; or start a multiple of 2 ranks\n"
+        "error: cp 2 does not divide a world of 3 ranks\n\nhint: set cp to 1 or 3; or start a multiple of 2 ranks\n"
     )
 
 
@@ -204,7 +203,7 @@ def test_one_rank_is_not_compared_with_itself(folder: Path) -> None:
     with patch("longspan.cli.train.run_training", return_value=summary(ranks=1)):
         result = run(folder / "run.toml", "--quiet")
     assert "busiest" not in result.stdout
-    assert "1,440 tokens on 1 ranks" in result.stdout
+    assert "1,440 tokens on 1 rank " in result.stdout
 
 
 def test_json_of_one_step_is_json(folder: Path) -> None:
@@ -221,6 +220,120 @@ def test_ranks_other_than_0_print_nothing(folder: Path) -> None:
     with patch("longspan.cli.train.run_training", return_value=None):
         result = run(folder / "run.toml", "--json")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_axes_of_the_summary(folder: Path) -> None:
+    with patch("longspan.cli.train.run_training", return_value=summary(ranks=16, axes="tp 2, cp 2, dp 2, pp 2")):
+        result = run(folder / "run.toml", "--quiet")
+    assert "1,440 tokens on 16 ranks: tp 2, cp 2, dp 2, pp 2" in result.stdout
+
+
+# The numbers at the start.
+
+
+@pytest.fixture
+def wide_as_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+FOUR_AXES = ("parallel.tp=2", "parallel.dp=2", "parallel.pp=2", "accumulation=2", "model.num_kv_heads=2")
+
+
+@pytest.mark.usefixtures("wide_as_a_terminal")
+def test_numbers_of_one_rank_are_three_lines(folder: Path) -> None:
+    """48 tokens a row of 12.9k parameters in fp32: 4 bytes for weights, 4 for gradients, 8 for moments."""
+    result = run(folder / "run.toml", "--dry-run", "--set", "parallel.cp=1")
+    assert (result.exit_code, result.stderr) == (0, "")
+    step, rank, memory = result.stdout.splitlines()
+    assert step.startswith("1 rank; a step: 1 row, up to 48 tokens; an epoch: ")
+    assert rank == "a rank: 1 micro-batch of up to 48 tokens; 12.9k parameters"
+    assert memory.startswith("expected, KiB: weights, gradients, moments 201; activations ")
+
+
+@pytest.mark.usefixtures("wide_as_a_terminal")
+def test_numbers_of_a_cp_group(folder: Path) -> None:
+    result = run(folder / "run.toml", "--dry-run")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "2 ranks: cp 2; 1 node; order tp-cp-ep-dp-pp"
+    assert lines[1] == "  cp    2  inside a node: [0,1]"
+    assert lines[3] == "a rank: 1 micro-batch of up to 24 tokens; 6.4k of 12.9k parameters"
+    assert lines[5].split() == ["weights", "gradients", "moments", "gathered", "activations", "loss", "total"]
+    weights, gradients, moments, *_ = map(float, lines[7].split())
+    assert (weights, gradients, moments) == (25.2, 25.2, 50.3)
+    assert len(lines) == 8
+
+
+@pytest.mark.usefixtures("wide_as_a_terminal")
+def test_numbers_of_all_axes_fit_a_terminal(folder: Path) -> None:
+    result = run(*setting(*FOUR_AXES)(folder, folder), "--dry-run")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "…" not in result.stdout
+    assert lines[0] == "16 ranks: tp 2, cp 2, dp 2, pp 2; 1 node; order tp-cp-ep-dp-pp"
+    assert lines[1:5] == [
+        "  tp    2  inside a node: [0,1] [2,3] [4,5] [6,7] [8,9] [10,11] [12,13] [14,15]",
+        "  cp    2  inside a node: [0,2] [1,3] [4,6] [5,7] [8,10] [9,11] [12,14] [13,15]",
+        "  dp    2  inside a node: [0,4] [1,5] [2,6] [3,7] [8,12] [9,13] [10,14] [11,15]",
+        "  pp    2  inside a node: [0,8] [1,9] [2,10] [3,11] [4,12] [5,13] [6,14] [7,15]",
+    ]
+    assert lines[5].startswith("a step: 4 rows, up to 192 tokens; an epoch: ")
+    assert lines[6].startswith("a rank: 2 micro-batches of up to 24 tokens; ")
+    assert [line.split()[:2] for line in lines[-2:]] == [["0", "0"], ["1", "1"]]
+
+
+@pytest.mark.usefixtures("wide_as_a_terminal")
+def test_nodes_are_those_of_torchrun_and_a_busy_axis_over_nodes_is_told(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    result = run(*setting(*FOUR_AXES)(folder, folder), "--dry-run")
+    assert "2 nodes" in result.stdout
+    assert "  pp    2  over up to 2 nodes: [0,8] [1,9]" in result.stdout
+    assert "warning" not in result.stdout
+    changes = (*FOUR_AXES, "parallel.ranks_per_node=4", "parallel.order=tp-dp-ep-cp-pp")
+    result = run(*setting(*changes)(folder, folder), "--dry-run")
+    assert "4 nodes" in result.stdout
+    assert "warning: cp crosses nodes of 4 ranks, as ranks 0,4 do; dp, which sends" in result.stdout
+    assert 'set order to "tp-cp-ep-dp-pp"' in " ".join(result.stdout.split())
+
+
+def test_numbers_as_json(folder: Path) -> None:
+    result = run(*setting(*FOUR_AXES)(folder, folder), "--dry-run", "--json")
+    told = json.loads(result.stdout)
+    assert told["groups"]["pp"][0] == [0, 8]
+    assert (told["global_batch"], told["micro_batches"], told["slots"]) == (4, 2, 24)
+    assert told["topology"]["tp"] == 2
+    assert [stage["layers"] for stage in told["stages"]] == [[0], [1]]
+    for stage in told["stages"]:
+        parts = ("parameters", "gradients", "moments", "gathered", "unreduced", "activations", "head")
+        assert stage["total"] == sum(stage[part] for part in parts)
+
+
+def test_a_dry_run_starts_nothing_and_refuses_what_a_run_would(folder: Path, tmp_path: Path) -> None:
+    with patch("longspan.cli.train.run_training") as called:
+        result = run(folder / "run.toml", "--dry-run", "--set", f"run_dir={tmp_path}/run")
+        refused = run(folder / "run.toml", "--dry-run", "--set", "parallel.tp=2")
+    called.assert_not_called()
+    assert result.exit_code == 0
+    assert not (tmp_path / "run").exists()
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "tp=2 does not divide 1 KV heads" in refused.stderr
+
+
+def test_numbers_are_told_on_stderr_by_the_first_rank_unless_quiet(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with patch("longspan.cli.train.run_training", return_value=None):
+        told = run(folder / "run.toml")
+        assert (told.exit_code, told.stdout) == (0, "")
+        assert told.stderr.startswith("2 ranks: cp 2; 1 node;")
+        for words in (["--quiet"], ["--json"]):
+            assert run(folder / "run.toml", *words).stderr == ""
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        for rank, tells in (("0", True), ("1", False)):
+            monkeypatch.setenv("RANK", rank)
+            assert bool(run(folder / "run.toml").stderr) == tells
 
 
 # Real ranks.
@@ -243,13 +356,15 @@ def own_process(*words: object) -> Iterator["subprocess.Popen[str]"]:
 
 
 def test_torchrun_and_own_ranks_reach_the_same_loss(folder: Path, tmp_path: Path) -> None:
-    words = ["train", folder / "run.toml", "--json", "--set", "eval_every=2"]
+    words = ["train", folder / "run.toml", "--json", "--set", "eval_every=2", "--set", "preflight=true"]
     with own_process(BIN / "longspan", *words, "--set", f"run_dir={tmp_path}/own") as own:
         out, err = own.communicate(timeout=100)
     assert own.returncode == 0, err
     told = json.loads(out)
     assert (told["steps"], told["ranks"], told["run_dir"]) == (3, 2, f"{tmp_path}/own")
     assert "step 2: held-out loss" in err
+    assert "preflight: a step at the longest row fits; it took " in err
+    assert told["axes"] == "cp 2"
     torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "longspan.cli.main"]
     with own_process(*torchrun, *words, "--set", f"run_dir={tmp_path}/torchrun") as under:
         out, err = under.communicate(timeout=100)

@@ -200,11 +200,12 @@ def test_a_pipeline_and_several_micro_batches_hold_whole_weights_and_gradients()
     for elements, waiting in run_ranks(2, gathered_in_a_step, config):
         assert waiting == stage.unreduced
         assert elements * 2 <= stage.gathered
-    config = budget_config(parallel__dp=2)
-    (stage,) = expect(config).stages
-    for elements, waiting in run_ranks(2, gathered_in_a_step, config):
-        assert 0.5 * stage.gathered < elements * 4 <= stage.gathered
-        assert 0.5 * stage.unreduced < waiting <= stage.unreduced
+    for changes in ({}, {"accumulation": 2, "parallel__defer_reduction": False}):
+        config = budget_config(parallel__dp=2, **changes)
+        (stage,) = expect(config).stages
+        for elements, waiting in run_ranks(2, gathered_in_a_step, config):
+            assert 0.5 * stage.gathered < elements * 4 <= stage.gathered
+            assert 0.5 * stage.unreduced < waiting <= stage.unreduced
 
 
 # The rest.

@@ -179,7 +179,7 @@ LAST = (
     ("error", "reason"),
     [
         (MemoryError(), "MemoryError"),
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore"), "CUDA out of memory. Tried to allocate 2 GiB."),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried 2 GiB.\nmore"), "CUDA out of memory. Tried 2 GiB."),
         (
             RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."),
             "DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes.",
@@ -217,7 +217,7 @@ def run_without_memory(config: TrainConfig) -> None:
 
 def test_a_rank_that_fails_takes_the_run_down(folder: Path) -> None:
     config = make_config(folder, run_dir=str(folder / "down"), preflight=True, parallel__cp=2, parallel__threads=1)
-    with pytest.raises(CommError, match="rank 1 of 2 failed: .*preflight: rank 1 has no memory for a step") as error:
+    with pytest.raises(CommError, match=r"rank 1 of 2 failed: .*preflight: rank 1 has no memory for a step") as error:
         launch(run_without_memory, (config,), 2)
     assert 'set recompute to "block" or "full"' in str(error.value)
     assert not (config.run_dir / "metrics.jsonl").exists()

@@ -11,26 +11,41 @@ from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, corpus_progress
 from longspan.train.config import load_config
 from longspan.train.monitor import json_line
-from longspan.train.run import Summary
+from longspan.train.run import Summary, prepare, reckon
 from longspan.train.run import train as run_training
+from longspan.train.start import is_first, start_table
 
 
 @click.command()
 @config_options
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--quiet", is_flag=True, help="Neither numbers at the start nor a progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option(
+    "--dry-run", is_flag=True, help="Print the numbers of the run, axes and memory of a rank, and start nothing."
+)
 @friendly
-def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool) -> None:
+def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, dry_run: bool) -> None:
     """Train a decoder as CONFIG, a TOML file, says.
 
-    Starts cp x dp ranks on this machine, or joins the world if torchrun started it:
+    Starts dp x tp x pp x cp ranks on this machine, or joins the world if torchrun started it:
 
     \b
         longspan train run.toml --set parallel.cp=4
         torchrun --nnodes 2 --nproc-per-node 8 ... -m longspan.cli.main train run.toml
     """
+    loaded = load_config(config, overrides)
     with corpus_progress(quiet) as progress:
-        summary = run_training(load_config(config, overrides), quiet=quiet, progress=progress)
+        store = prepare(loaded, progress)
+    if dry_run:
+        start = reckon(loaded, store)
+        if as_json:
+            click.echo(json_line(start.record()))
+        else:
+            Console(highlight=False).print(start_table(start))
+        return
+    if is_first() and not (quiet or as_json):
+        Console(stderr=True, highlight=False).print(start_table(reckon(loaded, store)))
+    summary = run_training(loaded, quiet=quiet, prepared=True)
     if summary is None:
         return
     if as_json:
@@ -41,7 +56,7 @@ def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool) 
 
 def _table(summary: Summary) -> Table:
     table = Table(show_header=False, box=None)
-    table.add_row("steps", f"{summary.steps}, {summary.tokens:,} tokens on {summary.ranks} ranks")
+    table.add_row("steps", f"{summary.steps}, {summary.tokens:,} tokens on {_ranks(summary)}")
     table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
     if summary.ranks > 1:
         pairs, seconds = summary.pairs_imbalance, summary.time_imbalance
@@ -55,3 +70,8 @@ def _table(summary: Summary) -> Table:
         )
     table.add_row("written to", summary.run_dir)
     return table
+
+
+def _ranks(summary: Summary) -> str:
+    axes = f": {summary.axes}" if summary.axes else ""
+    return f"{summary.ranks} rank{'s' * (summary.ranks != 1)}{axes}"

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from longspan.comm.launch import join_world, launch, leave_world
@@ -16,11 +17,14 @@ from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.spec import CheckpointError, DivergedError, SpecError
 from longspan.train import checkpoint
 from longspan.train.axes import topology_of
+from longspan.train.budget import Budget, budget_of
 from longspan.train.config import TrainConfig
 from longspan.train.loader import make_loader
 from longspan.train.model import model_config
 from longspan.train.monitor import Monitor
 from longspan.train.parallel import make_stages
+from longspan.train.preflight import preflight, tell
+from longspan.train.start import Start, degrees, nodes_of
 from longspan.train.step import StepResult, TrainStep, check_plan
 from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure
 
@@ -43,21 +47,43 @@ class Summary:
     pairs_imbalance: float
     time_imbalance: float
     run_dir: str
+    axes: str = ""
+    """Degrees above 1, as "tp 2, cp 2"."""
 
 
-def train(config: TrainConfig, *, quiet: bool = False, progress: Callable[[int], None] | None = None) -> Summary | None:
+def train(
+    config: TrainConfig,
+    *,
+    quiet: bool = False,
+    progress: Callable[[int], None] | None = None,
+    prepared: bool = False,
+) -> Summary | None:
     """Train on this world if a launcher made one, else on new processes, one for each rank. Only rank 0 gets the summary.
 
-    What is wrong with the configuration, the corpus or a checkpoint raises here, before a process is started.
+    What is wrong with the configuration, the corpus or a checkpoint raises here, before a process is started. `prepared`:
+    `prepare` has found nothing wrong already.
     """
-    prepare(config, progress)
+    if not prepared:
+        prepare(config, progress)
     if under_torchrun():
         return run_and_leave(config, quiet)
     return launch(run_and_leave, (config, quiet), topology_of(config).world)
 
 
-def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> None:
-    """Refuse what the ranks would refuse, before there are any."""
+def reckon(config: TrainConfig, store: TokenStore) -> Start:
+    """The numbers of a run before it starts."""
+    topology = topology_of(config)
+    loader = make_loader(config, store, dp_rank=0, dp_size=topology.dp)
+    return Start(expected(config), nodes_of(config, topology), loader.steps_per_epoch(topology.dp, config.accumulation))
+
+
+def expected(config: TrainConfig) -> Budget:
+    """What each rank is expected to hold, on the devices of this machine."""
+    return budget_of(config, model_config(config), topology_of(config), fused_norms=torch.cuda.is_available())
+
+
+def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
+    """Refuse what the ranks would refuse, before there are any; the corpus, if there is nothing to refuse."""
     check_plan(config, model_config(config))
     store = prepare_corpus(config, progress)
     folder = checkpoint.newest(config.run_dir)
@@ -84,6 +110,7 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
                 hint=f"set steps to more than {record['step']} to go on",
             )
         make_loader(config, store, dp_rank=0, dp_size=topology_of(config).dp).load_state_dict(record["loader"])
+    return store
 
 
 def prepare_corpus(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
@@ -113,6 +140,11 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
     store = open_store(config.data)
     loader = make_loader(config, store, meshes.data["dp"].get_local_rank(), meshes.topology.dp)
     step = TrainStep(make_stages(config, meshes), meshes, config)
+    if config.preflight:
+        budget = expected(config)
+        peaks = preflight(step, budget)
+        if rank == 0:
+            tell(peaks, budget, config.run_dir, quiet=quiet)
     done, tokens, result = 0, 0, None
     if config.resume and (folder := checkpoint.newest(config.run_dir)) is not None:
         saved = checkpoint.load(folder, step)
@@ -134,7 +166,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
             tokens += result.tokens
             if index > done:  # The first step warms caches and allocators up.
                 seconds_stepping, tokens_stepping = seconds_stepping + seconds, tokens_stepping + result.tokens
-            usage = gather_usage(measure(rank, step.own_targets, calls))
+            usage = gather_usage(measure(rank, step.own_targets, calls, meshes.data["pp"].get_local_rank()))
             balances.append(Balance.of(usage))
             monitor.step(index + 1, result, seconds, tokens, usage)
             last = index + 1 == config.steps
@@ -158,6 +190,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
         pairs_imbalance=_mean([balance.pairs_imbalance for balance in balances]),
         time_imbalance=_mean([balance.time_imbalance for balance in balances]),
         run_dir=str(config.run_dir),
+        axes=degrees(meshes.topology),
     )
 
 
