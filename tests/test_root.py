@@ -8,7 +8,7 @@ import pytest
 import longspan
 
 NAMES = [
-    "ContextParallel", "Layout", "LongspanError", "Mask", "Plan", "Projections", "UpipeAttention", "attention",
+    "ContextParallel", "Layout", "LongspanError", "Mask", "Plan", "Projections", "Topology", "UpipeAttention", "attention",
     "context_parallel", "plan_attention", "projected_attention", "record", "shard", "unshard",
 ]  # fmt: skip
 
@@ -38,7 +38,7 @@ def test_an_unknown_name_is_an_attribute_error():
         exec("from longspan import attend")
 
 
-@pytest.mark.parametrize("name", ["Layout", "Mask", "Plan", "plan_attention", "LongspanError"])
+@pytest.mark.parametrize("name", ["Layout", "Mask", "Plan", "Topology", "plan_attention", "LongspanError"])
 def test_names_without_tensors_import_no_torch(name):
     code = f"import sys, longspan; longspan.{name}; assert 'torch' not in sys.modules"
     assert fresh(code) == (0, "")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from longspan.attention.staged import Projections, UpipeAttention, projected_attention
     from longspan.comm.sharding import shard, unshard
     from longspan.comm.traffic import record
-    from longspan.plan import Layout, Mask, Plan, plan_attention
+    from longspan.plan import Layout, Mask, Plan, Topology, plan_attention
     from longspan.spec import LongspanError
 
 _HOME = {
@@ -25,6 +25,7 @@ _HOME = {
     "Mask": "longspan.plan",
     "Plan": "longspan.plan",
     "Projections": "longspan.attention.staged",
+    "Topology": "longspan.plan",
     "UpipeAttention": "longspan.attention.staged",
     "attention": "longspan.attention.attention",
     "context_parallel": "longspan.attention.dropin",
@@ -42,6 +43,7 @@ __all__ = [
     "Mask",
     "Plan",
     "Projections",
+    "Topology",
     "UpipeAttention",
     "attention",
     "context_parallel",

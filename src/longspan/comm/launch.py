@@ -47,7 +47,9 @@ def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int)
         raise KeyboardInterrupt(error.sigval.name) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        raise CommError(f"rank {rank} of {ranks} {_describe(failure.exitcode, failure.message)}") from None
+        raise CommError(
+            f"rank {rank} of {ranks} {_describe(failure.exitcode, failure.message)}", hint=_hint(failure.exitcode)
+        ) from None
 
 
 def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -80,6 +82,11 @@ def leave_world() -> None:
     """Tear the groups down, so that no rank ends while another still needs it."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _hint(exit_code: int) -> str | None:
+    killed = exit_code == -signal.SIGKILL
+    return "the system kills so what takes too much memory: its log tells" if killed else None
 
 
 def _describe(exit_code: int, message: Any) -> str:
