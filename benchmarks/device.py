@@ -42,12 +42,14 @@ LIMIT = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-4}
 
 
 @click.command(help=__doc__)
-@click.option("--device", default="cuda", show_default=True)
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option("--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True, help="These alone.")
 def main(device: str, kernels: tuple[str, ...]) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("there is no GPU here: --device cpu checks the kernels that a CPU has")
     found = list(_checks(torch.device(device), kernels))
     click.echo(f"{sum(found)} of {len(found)} checks hold")
-    sys.exit(not all(found))
+    sys.exit(not found or not all(found))
 
 
 def _checks(device: torch.device, kernels: tuple[str, ...] = ()) -> Iterator[bool]:

@@ -1,5 +1,7 @@
 """`ContextParallel`: one layout for all tensors of a batch, masks by name, disagreement found before an exchange."""
 
+import copy
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -117,6 +119,11 @@ def test_any_error_of_one_rank_is_heard_by_all():
     (other, told), (own, _) = run_ranks(2, _wrong_on_rank_1)
     assert (other, own) == ("DisagreementError", "AttributeError")
     assert told.startswith("rank 1 cannot go on: ")
+
+
+def test_a_copy_of_a_model_talks_over_the_same_group():
+    cp = ContextParallel(None)
+    assert copy.deepcopy({"cp": cp})["cp"] is cp
 
 
 def test_an_unknown_kernel():

@@ -4,6 +4,7 @@
 """
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
 
@@ -200,6 +201,30 @@ def in_a_thread(attend, *inputs):
 def a_thread_started_inside(p):
     with p.context():
         return in_a_thread(causal, p.q, p.k, p.v)
+
+
+def flash_for_cpu(q, k, v):
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=True)[0]
+
+
+@torch.library.custom_op("longspan_tests::kernel", mutates_args=())
+def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return flash_for_cpu(q, k, v).clone()
+
+
+def a_kernel_out_of_sight(p):
+    """In an operator of one's own, and in a thread started inside: no mode sees it there."""
+    with p.context():
+        return [raised(kernel, p.q, p.k, p.v), in_a_thread(flash_for_cpu, p.q, p.k, p.v)]
+
+
+def a_thread_from_before(p):
+    """It may do other work, but not with as many rows as are here: SDPA, compiled, and a kernel."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()
+        calls = [causal, torch.compile(causal, backend="aot_eager"), flash_for_cpu]
+        with p.context():
+            return [pool.submit(raised, call, p.q, p.k, p.v).result()[1].split("\n")[0] for call in calls]
 
 
 def a_thread_of_other_work(p):
@@ -553,6 +578,8 @@ def refused_buffers(p):
         context(ids, layout="balanced"),
         context(),
         context(ids, layout="spiral"),
+        raised(context_parallel(p.group, buffers=ids, buffer_seq_dims=(0,)).__enter__)[1],
+        context(ids, mask=torch.ones(S, S)),
     ]
 
 
@@ -577,6 +604,8 @@ REFUSED_BUFFERS = [
     'hint: set mask=, such as Mask.documents(lengths); or layout="zigzag"',
     "no buffers tell how long the sequence is\n\nhint: set seq_len, the tokens of the whole sequence",
     "layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced",
+    "buffers is a tensor\n\nhint: give a tuple of tensors, such as (ids,)",
+    "mask is a Tensor\n\nhint: give a longspan.Mask, or a dense one to SDPA",
 ]
 
 
@@ -748,7 +777,11 @@ OTHERS = ["flex_attention"] * 2 + [
     f"aten.{name}.default" for name in ("_scaled_dot_product_flash_attention_for_cpu", "_safe_softmax")
 ]
 OWN = hidden(
-    "scaled_dot_product_attention of an operator of your own, or of a thread started inside,",
+    "scaled_dot_product_attention of an operator of your own, or of another thread,",
+    "call it from the thread and the program that opened the block",
+)
+KERNEL = hidden(
+    "aten._scaled_dot_product_flash_attention_for_cpu.default of an operator of your own, or of another thread,",
     "call it from the thread and the program that opened the block",
 )
 NO_HOOKS = (
@@ -769,6 +802,8 @@ WRONG = [
     (other_attention, [hidden(name) for name in OTHERS]),
     (an_operator_of_ones_own, OWN),
     (a_thread_started_inside, OWN),
+    (a_kernel_out_of_sight, [KERNEL] * 2),
+    (a_thread_from_before, [text.split("\n")[0] for _, text in (OWN, OWN, KERNEL)]),
     (higher_order, hidden("cond")),
     (transformed, [hidden("aten._safe_softmax.default"), ("RuntimeError", NO_HOOKS)]),
     (refused_arguments, REFUSED),

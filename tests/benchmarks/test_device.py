@@ -15,9 +15,22 @@ def test_every_check_holds_on_cpu():
     assert result.exit_code == 0, result.output
     *lines, last = result.output.splitlines()
     assert last == f"{sum(line.startswith('holds') for line in lines)} of 63 checks hold"
-    assert "flash2 bfloat16: not here: the package flash-attn is not installed" in lines
+    assert "flash2 bfloat16: not here: flash-attn takes bf16 and fp16 on cuda, not torch.bfloat16 on cpu" in lines
     assert any(line.startswith("flex float32: not here: FlexAttention has a backward for") for line in lines)
     assert any(line.startswith("holds  reference float32 soft-cap and ALiBi:") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "Error: there is no GPU here: --device cpu checks the kernels that a CPU has"),
+        (["--device", "cpu", "--kernel", "flash2"], "0 of 0 checks hold"),
+    ],
+)
+def test_nothing_checked_is_no_success(words, said):
+    result = CliRunner().invoke(device.main, words)
+    assert result.exit_code == 1
+    assert result.output.splitlines()[-1] == said
 
 
 def test_one_kernel_by_name_with_changes_of_scores(monkeypatch):

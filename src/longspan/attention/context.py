@@ -89,6 +89,10 @@ class ContextParallel:
         # A sequence of one token per rank shows now what every later one would be refused for.
         self.plans({next(iter(self.layers), "full"): Mask.causal(self.size)})
 
+    def __deepcopy__(self, memo: object) -> "ContextParallel":
+        """Itself: what is copied with a model talks over the same group. Plans may be copied and pickled; groups may not."""
+        return self
+
     @contextmanager
     def sequence(self, mask: Mask | Mapping[str, Mask], ids: Tensor | bytes | None = None) -> Iterator["Sequence"]:
         """Lay out one micro-batch. Collective: the ranks compare layout, masks, route and, if given, the global `ids`

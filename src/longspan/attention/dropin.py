@@ -64,10 +64,14 @@ def context_parallel(
     size = mesh.size() if isinstance(mesh, DeviceMesh) else rank_and_size(as_group(mesh))[1]
     # How many heads there are is seen at the first call; so many suit every route.
     cp = ContextParallel(mesh, layout, route, (size, size), inner, kernel, wire_dtype)
-    held, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    held, dims = [] if isinstance(buffers, Tensor) else list(buffers or ()), list(buffer_seq_dims or ())
     problem: Exception | None = None
     what = {"layouts, masks or routes": b"", "buffers": b""}
     try:
+        if isinstance(buffers, Tensor):
+            raise SpecError("buffers is a tensor", hint="give a tuple of tensors, such as (ids,)")
+        if mask is not None and not isinstance(mask, Mask):
+            raise SpecError(f"mask is a {type(mask).__name__}", hint="give a longspan.Mask, or a dense one to SDPA")
         staying = _check_buffers(held, dims, no_restore_buffers)
         dropin = DropIn(cp, _length(held, dims, mask, seq_len), mask)
         given = repr([(buffer.shape, buffer.dtype, dim) for buffer, dim in zip(held, dims, strict=True)])
@@ -83,7 +87,8 @@ def context_parallel(
             if not buffer.is_inference():
                 increment_version(buffer)  # what saved it for backward before has lost it
             _swap(buffer, local)
-        stack.enter_context(intercepted(dropin.scaled_dot_product_attention))
+        slots = dropin.layout.num_slots(cp.rank)
+        stack.enter_context(intercepted(dropin.scaled_dot_product_attention, slots))
         yield dropin
 
 

@@ -27,12 +27,12 @@ class FlashAttention2Kernel:
     name = "flash2"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
-        if (missing := _missing()) is not None:
-            return missing
         if change is not None and change.slopes is not None:
             return "flash-attn counts ALiBi's distances within a tile, not on the token axis"
         if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
             return f"flash-attn takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
+        if (missing := _missing()) is not None:
+            return missing
         if k.shape[3] != v.shape[3] or q.shape[3] > 256 or q.shape[3] % 8:
             return f"flash-attn takes equal head dims that 8 divides up to 256, not {k.shape[3]} and {v.shape[3]}"
         return None

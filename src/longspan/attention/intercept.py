@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from inspect import signature
 from threading import current_thread
 from threading import enumerate as enumerate_threads
@@ -21,16 +21,18 @@ from typing import Any
 import torch
 from torch._ops import HigherOrderOperator
 from torch.autograd.graph import saved_tensors_hooks
-from torch.library import _scoped_library
+from torch.library import _scoped_library, get_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
+from longspan.attention.modes import is_own_kernel
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
+_CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 _ATTENTION = re.compile(r"attention|attn|transformer_encoder|_safe_softmax")
 """Operators that compute attention; the last is met where SDPA takes plain math, and nowhere else."""
@@ -41,18 +43,22 @@ _open: list["_Kernels"] = []
 
 
 @contextmanager
-def intercepted(attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside, in this thread and the backward passes it starts, `attend` is SDPA, and other attention raises `SpecError`."""
+def intercepted(attend: Callable[..., Tensor], slots: int) -> Iterator[None]:
+    """Inside, in this thread and the backward passes it starts, `attend` is SDPA, and other attention raises `SpecError`.
+
+    Threads of other work go on as ever, but for attention over as many rows as this rank has `slots`: these may be ours.
+    """
     with (
         torch.compiler.set_stance("force_eager"),
         saved_tensors_hooks(_save, _saved),
         _scoped_library("aten", "IMPL") as library,
-        _Kernels(attend) as kernels,
+        _Kernels(attend, slots) as kernels,
         _Calls(),
     ):
         for device in ("CPU", "CUDA"):
             library.impl(_SDPA, _attend, device)
             library.impl(_SDPA, _attend, f"Autograd{device}")
+        library.impl(_CPU_KERNEL, partial(_guarded, get_kernel(_CPU_KERNEL, "CPU")), "CPU", with_keyset=True)
         _open.append(kernels)
         try:
             yield
@@ -95,13 +101,27 @@ def _attend(
     modes = _get_current_dispatch_mode_stack()
     call = next((mode.attend for mode in modes if isinstance(mode, _Kernels)), None)
     if call is None:
-        if any(current_thread() not in context.other_threads for context in _open):
-            _refuse(
-                "scaled_dot_product_attention of an operator of your own, or of a thread started inside,",
-                "call it from the thread and the program that opened the block",
-            )
+        _check_elsewhere("scaled_dot_product_attention", query, key)
         call = _SDPA.decompose
     return call(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+
+
+def _guarded(kernel: Any, keyset: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """The kernel that SDPA ends in on CPU, where modes do not see it: in operators, other threads and compiled code."""
+    if not is_own_kernel():
+        _check_elsewhere(str(_CPU_KERNEL), query, key)
+    return kernel.call_boxed(keyset, query, key, *args, **kwargs)
+
+
+def _check_elsewhere(name: str, query: Tensor, key: Tensor) -> None:
+    """Refuse a call without a context that may belong to one: of a thread started inside, or of as many rows and keys."""
+    rows = (query.shape[-2], key.shape[-2])
+    for context in _open:
+        if current_thread() not in context.other_threads or rows == (context.slots, context.slots):
+            _refuse(
+                f"{name} of an operator of your own, or of another thread,",
+                "call it from the thread and the program that opened the block",
+            )
 
 
 class _Kernels(TorchDispatchMode):
@@ -109,9 +129,9 @@ class _Kernels(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, attend: Callable[..., Tensor]) -> None:
+    def __init__(self, attend: Callable[..., Tensor], slots: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.attend = attend
+        self.attend, self.slots = attend, slots
         self.other_threads = {*enumerate_threads()} - {current_thread()}
 
     def __torch_dispatch__(

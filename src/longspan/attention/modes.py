@@ -2,9 +2,12 @@
 
 autocast bf16       q, k, v in fp32 or less -> bf16; inside, nothing is cast any more
 vmap, jvp, grad     of torch.func, and forward-mode tangents: a `SpecError`, since operators would drop them in silence
+own_kernel          a kernel that is called for a plan, and not by a program that `context_parallel` watches
 """
 
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -13,6 +16,23 @@ from torch.autograd.forward_ad import unpack_dual
 from longspan.spec import SpecError
 
 Tensor = torch.Tensor
+
+_thread = threading.local()
+
+
+@contextmanager
+def own_kernel() -> Iterator[None]:
+    """Inside, kernels that this thread calls are ours."""
+    _thread.own = True
+    try:
+        yield
+    finally:
+        _thread.own = False
+
+
+def is_own_kernel() -> bool:
+    """Whether a kernel called now is ours."""
+    return getattr(_thread, "own", False)
 
 
 def autocast_like_sdpa(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from longspan.attention.masked import mode_of, split_by_modes
+from longspan.attention.modes import own_kernel
 from longspan.attention.scores import ScoreChange
 from longspan.attention.windows import (
     heads_first,
@@ -65,7 +66,10 @@ class SdpaKernel:
             return _cuda_forward(q, k, v, shapes, scale)
         q, k, v = (_as_batch(x, len(shapes)) for x in (q, k, v))
         causal, mask = mode_of(shapes[0], q.dtype, q.device)
-        out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        with own_kernel():
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+            )
         return _as_rows(out, len(shapes)), _as_rows(lse, len(shapes))
 
     def backward(

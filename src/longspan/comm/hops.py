@@ -123,5 +123,5 @@ def _lost(peers: Sequence[int], error: RuntimeError) -> CommError:
     return CommError(
         f"a hop with rank {', '.join(map(str, sorted(set(peers))))} of the context-parallel group failed: "
         f"{str(error).splitlines()[0]}",
-        hint="look at the log of that rank: it most likely ended first",
+        hint="look at the log of that rank: it most likely ended first, or had nothing to differentiate in backward",
     )
