@@ -10,7 +10,7 @@ from rich.table import Table
 
 from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, spinner
-from longspan.train.config import load_config
+from longspan.train.config import ParallelConfig, load_config
 from longspan.train.monitor import json_line
 from longspan.verify.config import VerifyConfig
 from longspan.verify.judge import EXACT, Verdict
@@ -65,7 +65,7 @@ def verify(
         click.echo(json_line({"passed": not failed, "cases": [asdict(verdict) for verdict in verdicts]}))
     else:
         console = Console(highlight=False, width=None if Console().is_terminal else 160)
-        console.print(_table(verdicts))
+        console.print(_table(verdicts, run.parallel))
         console.print(_summary(verdicts))
     if failed:
         raise SystemExit(1)
@@ -79,8 +79,11 @@ def _summary(verdicts: Sequence[Verdict]) -> str:
     return ", ".join(f"{sum(passed)} of {len(passed)} {what}" for passed, what in kinds if passed)
 
 
-def _table(verdicts: Sequence[Verdict]) -> Table:
-    table = Table(title="against cp=1, plain SDPA per document: relative error (tolerance)", title_justify="left")
+def _table(verdicts: Sequence[Verdict], parallel: ParallelConfig) -> Table:
+    degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "dp", "ep")}
+    others = ", ".join(f"{name} {degree}" for name, degree in degrees.items() if (degree or 1) > 1)
+    against = f"with {others} against one rank" if others else "against cp=1"
+    table = Table(title=f"{against}, plain SDPA per document: relative error (tolerance)", title_justify="left")
     for name in (
         "cp",
         "layout",
