@@ -8,12 +8,17 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from longspan.cli.main import main
+from longspan.data import Batch
+from longspan.model import Decoder, ModelConfig
 from longspan.train.config import TrainConfig
+from longspan.verify.baseline import loss_sum
 from tests.train.tiny import make_config, to_toml, write_corpus
 
+AXES = ModelConfig(vocab_size=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=176, init_std=0.1)
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -52,6 +57,22 @@ def test_the_example_runs_on_two_ranks():
     told = re.findall(r"rank (\d): \(1, 8, 2048, 64\) of \(1, 8, 4096, 64\), mean (-?\d\.\d{6})", output)
     assert sorted(rank for rank, _ in told) == ["0", "1"]
     assert len({mean for _, mean in told}) == 1
+
+
+def test_the_example_of_a_loop_on_two_axes():
+    torchrun = Path(sys.executable).with_name("torchrun")
+    command = [torchrun, "--standalone", "--nproc-per-node", "4", ROOT / "examples" / "axes.py"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    model = Decoder(AXES, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = Batch.from_documents([list(b"context parallelism, exact, "), list(b"and one command proves it")])
+    for step in range(2):
+        loss = loss_sum(model, batch) / batch.num_targets
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (told,) = re.findall(rf"step {step + 1}: (\d\.\d+) nats", output)
+        assert float(told) == pytest.approx(float(loss.detach()), abs=2e-5)
 
 
 def test_the_file_tour_names_the_folders():
