@@ -27,6 +27,12 @@ def groups_on_ranks(group: Any, rank: int, topology: Topology) -> dict[str, tupl
     found["tokens"] = dist.get_process_group_ranks(meshes.tokens)
     if meshes.ends is not None:
         found["ends"] = dist.get_process_group_ranks(meshes.ends)
+    # Where a rank stands along an axis is its number in the group, which shards go by.
+    for name, axes in AXES.items():
+        mesh = getattr(meshes, name)
+        assert [mesh[axis].get_local_rank() for axis in axes] == [
+            dist.get_rank(mesh[axis].get_group()) for axis in axes
+        ]
     return {name: tuple(ranks) for name, ranks in found.items()}
 
 

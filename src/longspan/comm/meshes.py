@@ -33,21 +33,21 @@ class Meshes:
         """Make the groups of the initialised world. Collective over it."""
         assert dist.get_world_size() == topology.world, "the degrees multiply to the world"
 
-        def mesh(cut: tuple[str, ...], names: tuple[str, ...], *shape: int) -> DeviceMesh:
-            ranks = topology.grid(cut)
+        def mesh(ranks: np.ndarray, *names: str) -> DeviceMesh:
             # DeviceMesh reads the strides of what it is given, and takes those of a transposed array for its axes'.
-            ranks = np.ascontiguousarray(ranks.reshape(shape) if shape else ranks)
-            return DeviceMesh(device_type, ranks, mesh_dim_names=names)
+            return DeviceMesh(device_type, np.ascontiguousarray(ranks), mesh_dim_names=names)
 
         t = topology
-        cut = ("pp", "replica", "shard_dp", "cp", "tp")
+        weights = t.grid(("pp", "replica", "shard_dp", "cp", "tp")).reshape(t.pp, t.replicas, -1, t.tp)
+        # Two axes made one: process groups number their ranks ascending, so this axis has to, whatever the order.
+        weights = np.sort(weights, axis=2)
         tokens = _own(t.groups("tp-cp"))
         ends = _own([(group[0], group[-1]) for group in t.groups("pp")]) if t.pp > 1 else None
         return cls(
             t,
-            mesh(("pp", "dp", "cp", "tp"), ("pp", "dp", "cp", "tp")),
-            mesh(cut, ("pp", "replica", "shard", "tp"), t.pp, t.replicas, t.dp // t.replicas * t.cp, t.tp),
-            mesh(("pp", "edp", "ep", "etp"), ("pp", "edp", "ep"), t.pp, t.edp, t.ep * t.etp),
+            mesh(t.grid(("pp", "dp", "cp", "tp")), "pp", "dp", "cp", "tp"),
+            mesh(weights, "pp", "replica", "shard", "tp"),
+            mesh(t.grid(("pp", "edp", "ep")), "pp", "edp", "ep"),
             tokens,
             ends,
         )
