@@ -60,7 +60,7 @@ def _all_to_all(group, rank, layout):
         receives = [(peer, part.view(x.shape)) for (peer, x), part in zip(receives, flat, strict=True)]
         assert joined([x for _, x in receives]) is not None
     meter = Call("forward", "rotate", "none", rank)
-    flight = Hop(sends, receives).post(group, meter, collective=True)
+    flight = Hop(sends, receives).post(group, meter, collective=torch.empty(0))
     flight.wait(meter)
     flight.wait(meter)
     for (peer, got), want in zip(receives, right, strict=True):
@@ -88,7 +88,7 @@ def _nothing_to_carry(group, rank):
         hop.sends = [(1, torch.tensor([1.5, 2.5], dtype=torch.float64))]
     if rank == 1:
         hop.receives = [(0, arrived)]
-    hop.post(group, meter, collective=True).wait(meter)
+    hop.post(group, meter, collective=arrived).wait(meter)
     empty = Hop().post(group, meter)
     empty.wait(meter)
     return meter.collectives, meter.bytes_sent, meter.bytes_received, arrived.tolist() if rank == 1 else None

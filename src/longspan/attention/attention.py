@@ -69,8 +69,11 @@ def attend(
     return out
 
 
-def share_of(plan: Plan, group: Group, kernel: str = "auto") -> ShareRef:
-    """This rank's share of a plan in a group, made once and kept for as long as the plan lives."""
+def share_of(plan: Plan, group: Group, kernel: str = "auto", agreed: set[str] | None = None) -> ShareRef:
+    """This rank's share of a plan in a group, made once and kept for as long as the plan lives.
+
+    `agreed`: the kinds of call that ranks have compared, kept by a caller whose ranks have compared the plan itself.
+    """
     process_group = as_group(group, plan.degrees.levels)
     kept = plan.attachments
     key = (process_group, kernel)
@@ -81,6 +84,6 @@ def share_of(plan: Plan, group: Group, kernel: str = "auto") -> ShareRef:
                 f"the plan is for {plan.ranks} ranks and the group has {size}",
                 hint=f"make the layout with ranks={size}" if size > 1 else "give group=",
             )
-        kept[key] = ShareRef(Share.of(plan, rank, process_group, kernel))
+        kept[key] = ShareRef(Share.of(plan, rank, process_group, kernel), agreed)
     ref: ShareRef = kept[key]
     return ref

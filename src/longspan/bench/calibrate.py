@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from longspan.attention.kernel import choose_kernel
-from longspan.comm.groups import ranks_per_node, wire_device
+from longspan.comm.groups import ranks_per_node
 from longspan.comm.hops import Hop
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.torchrun import under_torchrun
 from longspan.comm.traffic import call
+from longspan.comm.transport import transport_of
 from longspan.plan import Costs, Shape, Topology
 from longspan.spec import SpecError
 
@@ -38,7 +39,7 @@ def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16
 
 def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_bytes: int) -> Costs:
     """The costs in `group`, the same on every rank: the slowest rank's. Collective."""
-    rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), wire_device(group)
+    rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), _device_of(group)
     if ranks == 1:
         raise SpecError("one rank sends nothing that could be measured", hint="start at least two ranks")
     tiles = {rows: _tile_seconds(rows, head_dim, dtype, device) for rows in (1, *_TILE_ROWS)}
@@ -73,6 +74,11 @@ def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_byt
     return Costs(**{**vars(costs), **values})
 
 
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """The GPU where messages of the group travel between GPUs, else the CPU."""
+    return transport_of(group).carries(torch.device("cuda"))
+
+
 def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int) -> Costs | None:
     join_world(Topology(dp=int(os.environ["WORLD_SIZE"])), timedelta(minutes=5))
     try:
@@ -100,7 +106,7 @@ def _hop(
 
     def run() -> None:
         with call("forward", "calibrate", "", dist.get_rank(group), device) as meter:
-            Hop(list(sends), list(receives)).post(group, meter, collective).wait(meter)
+            Hop(list(sends), list(receives)).post(group, meter, sends[0][1] if collective else None).wait(meter)
 
     return run
 
@@ -132,6 +138,6 @@ def _finish(device: torch.device | None) -> None:
 
 
 def _slowest(group: dist.ProcessGroup, seconds: float) -> float:
-    value = torch.tensor([seconds], dtype=torch.float64, device=wire_device(group))
+    value = torch.tensor([seconds], dtype=torch.float64, device=_device_of(group))
     dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return float(value)

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.groups import rank_and_size, wire_device
+from longspan.comm.groups import rank_and_size
 from longspan.comm.rows import exchange_counts, exchange_rows
+from longspan.comm.transport import transport_of
 from longspan.model.config import ModelConfig
 from longspan.spec import SpecError
 
@@ -248,7 +249,7 @@ def _sum_over(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if rank_and_size(group)[1] == 1:
         return counts
     assert group is not None, "a group of several ranks"
-    total = counts.to(wire_device(group), copy=True)
+    total = counts.to(transport_of(group).carries(counts.device), copy=True)
     dist.all_reduce(total, group=group)
     return total.to(counts.device)
 

@@ -15,7 +15,7 @@ from longspan.attention.context import Sequence as Sharded
 from longspan.attention.staged import Projections, Transform
 from longspan.comm.meshes import Meshes
 from longspan.data import Batch
-from longspan.model import Attend, Routing, SelfAttention, WholeLayer
+from longspan.model import Attend, Routing, SelfAttention, WholeLayer, count_targets
 from longspan.model.config import ExpertsConfig, window_of
 from longspan.plan import STAGED, Mask
 from longspan.plan.mask import Band
@@ -31,6 +31,8 @@ class Micro:
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
+    num_targets: int
+    """Labels that are not -100, counted before they went to the device."""
     attend: Attend
     tokens: Tensor | None
     routing: Routing | None
@@ -65,18 +67,25 @@ def make_micro(
         whole["tokens"] = torch.from_numpy(batch.numbers.copy())[None]
     if experts is not None:
         whole["unit"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[None]
-    local = {name: x.to(device) for name, x in sequence.shard(whole, dim=1).items()}
+    on_host = sequence.shard(whole, dim=1)
+    num_targets = count_targets(on_host["labels"])
+    local = {name: _sent(x, device) for name, x in on_host.items()}
     tokens, unit, routing = local.pop("tokens", None), local.pop("unit", None), None
     if unit is not None:
         routing = Routing(
             live=part(local["position_ids"] >= 0),
             unit=part(unit),
-            unit_tokens=torch.tensor(lengths, device=device),
+            unit_tokens=_sent(torch.tensor(lengths), device),
             group=meshes.tokens if meshes.topology.tp * meshes.topology.cp > 1 else None,
             scale=balance_scale,
         )
     tokens = None if tokens is None else part(tokens)
-    return Micro(**local, attend=_attend(sequence, config), tokens=tokens, routing=routing)
+    return Micro(**local, num_targets=num_targets, attend=_attend(sequence, config), tokens=tokens, routing=routing)
+
+
+def _sent(x: Tensor, device: str) -> Tensor:
+    """`x` on the device. The host does not wait for a GPU that is busy."""
+    return x.pin_memory().to(device, non_blocking=True) if device == "cuda" else x.to(device)
 
 
 def _attend(sequence: Sharded, config: TrainConfig) -> Attend:
