@@ -80,7 +80,11 @@ class Flight:
     kept: Any = None
 
     def wait(self, call: Call) -> None:
-        """Return when everything has arrived and left. Raises `CommError` naming the peers if one of them is gone."""
+        """Return when everything has arrived and left; on NCCL, once the current stream waits for that.
+
+        Raises `CommError` naming the peers if one of them is gone. That is gloo: under NCCL a wait returns at once, and torch's
+        watchdog ends the process when the communicator's timeout is over.
+        """
         if not self.works:
             return
         with call.spend("waiting"):
