@@ -50,8 +50,8 @@ def page(record: Record) -> str:
 def _summary(record: Record) -> str:
     counts = {status: sum(row.status == status for row in record.rows) for status in WORDS}
     words = ", ".join(
-        f'<span class="{status if counts[status] else "absent"}">{counts[status]} {word.lower()}</span>'
-        for status, word in WORDS.items()
+        f'<span class="{status if counts[status] else "absent"}">{counts[status]} {word}</span>'
+        for status, word in (("holds", "hold"), ("fails", "fail"), ("absent", "not here"))
     )
     missing = [str(number) for number in STAGES if number not in record.stages]
     rest = f" Not run yet: stage {', '.join(missing)}." if missing else ""

@@ -104,10 +104,12 @@ def test_a_process_that_hangs_or_ends_is_a_row(number, seconds, reason, capfd):
 
 def test_limit_is_twice_the_plain_error_and_noise():
     right = [torch.tensor([4.0, -2.0, 0.0, 0.0], dtype=torch.float64)]
-    plain = [torch.tensor([4.04, -2.0, 0.0, 0.0])]
-    ours = [torch.tensor([4.0, -2.0, 0.06, 0.0])]
-    # Greatest: 0.06 / 4 over 2 * 0.04 / 4. Root mean square: 0.06 over 2 * 0.04 likewise.
-    assert of_limit(ours, plain, right) == pytest.approx(0.75, rel=1e-3)
+    plain, twice = [torch.tensor([4.04, -2.0, 0.0, 0.0])], [torch.tensor([4.04, -2.0, 0.04, 0.0])]
+    ours, all_over = [torch.tensor([4.0, -2.0, 0.06, 0.0])], [torch.tensor([4.04, -1.96, 0.04, 0.04])]
+    # The greatest counts, 0.06 over 2 * 0.04: the root mean square is 0.06 over 2 * 0.04 * sqrt(2).
+    assert of_limit(ours, twice, right) == pytest.approx(0.75, rel=1e-3)
+    # The root mean square counts, 4 elements over 2 times 1: the greatest is 0.04 over 2 * 0.04.
+    assert of_limit(all_over, plain, right) == pytest.approx(1, rel=1e-3)
     # Plain PyTorch happens to be exact: half a unit of its type is allowed, and for the root mean square noise alone.
     exact, half = [right[0].float()], torch.finfo(torch.float32).eps / 2
     off = [torch.tensor([4.0, -2.0, 4 * half, 0.0], dtype=torch.float64)]
@@ -471,7 +473,7 @@ def test_page_says_everything_and_loads_nothing():
     for row in ROWS:
         assert row.name in seen.text
         assert not row.reason or row.reason in seen.text
-    assert "".join(seen.text).count("3 checks: 1 holds, 1 fails, 1 not here. Not run yet: stage 1, 3, 4.") == 1
+    assert "".join(seen.text).count("3 checks: 1 hold, 1 fail, 1 not here. Not run yet: stage 1, 3, 4.") == 1
     assert "stage 2, cudnn causal: the error is above its limit" in seen.text
 
 
