@@ -79,7 +79,7 @@ def reckon(config: TrainConfig, store: TokenStore) -> Start:
 
 def expected(config: TrainConfig) -> Budget:
     """What each rank is expected to hold, on the devices of this machine."""
-    return budget_of(config, model_config(config), topology_of(config), fused_norms=torch.cuda.is_available())
+    return budget_of(config, model_config(config), topology_of(config), "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
