@@ -213,7 +213,8 @@ class _Sizes:
         assert experts is not None, "the configuration has one of ffn_width and experts"
         R, E, a, w, top_k = self.rows, self.model.width, self.a, self.w, experts.top_k
         router = R * (E * w + (2 + bool(experts.balance)) * experts.num_experts * w + (top_k + 1) * w)
-        indices = R * (1 + INTEGER * (experts.num_experts + 2 * top_k + 1))
+        sorting = 2 * top_k * (self.config.parallel.ep > 1)  # rows that came, by expert and back
+        indices = R * (1 + INTEGER * (experts.num_experts + 2 * top_k + sorting + 1))
         routed = R * top_k * a * (E + 4 * experts.ffn_width) + R * (top_k + 1) * E * a
         shared = 0
         if experts.shared_ffn_width:

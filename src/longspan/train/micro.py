@@ -65,15 +65,18 @@ def make_micro(
         whole["tokens"] = torch.from_numpy(batch.numbers.copy())[None]
     if experts is not None:
         whole["unit"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[None]
-    local = {name: x.to(device) for name, x in sequence.shard(whole, dim=1).items()}
+    local = sequence.shard(whole, dim=1)
+    live = part(local["position_ids"] >= 0)  # on the host, so that its slots are listed without waiting for the device
+    local = {name: x.to(device) for name, x in local.items()}
     tokens, unit, routing = local.pop("tokens", None), local.pop("unit", None), None
     if unit is not None:
         routing = Routing(
-            live=part(local["position_ids"] >= 0),
+            live=live.to(device),
             unit=part(unit),
             unit_tokens=torch.tensor(lengths, device=device),
             group=meshes.tokens if meshes.topology.tp * meshes.topology.cp > 1 else None,
             scale=balance_scale,
+            slots=live.flatten().nonzero()[:, 0].to(device),
         )
     tokens = None if tokens is None else part(tokens)
     return Micro(**local, attend=_attend(sequence, config), tokens=tokens, routing=routing)
