@@ -3,6 +3,7 @@
 Batch -> masks, layout and plans -> shard over cp -> of what goes with hidden states, the part of this tp rank
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from longspan.attention.staged import Projections, Transform
 from longspan.comm.meshes import Meshes
 from longspan.data import Batch
 from longspan.model import Attend, Routing, SelfAttention, WholeLayer
-from longspan.model.config import ExpertsConfig, window_of
+from longspan.model.config import ExpertsConfig, ModelConfig, window_of
 from longspan.plan import STAGED, Mask
 from longspan.plan.mask import Band
 from longspan.train.config import TrainConfig
@@ -105,6 +106,12 @@ def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
         on_q=on(layer.q_norm), on_k=on(layer.k_norm),
         used=tuple(norm.weight for norm in (layer.q_norm, layer.k_norm) if norm is not None),
     )  # fmt: skip
+
+
+def visible_pairs(batch: Batch, model: ModelConfig) -> int:
+    """Of a packed row in all layers, each pair once: what its attention is, whoever computes it and however often."""
+    layers = Counter(model.mask_names)
+    return sum(layers[name] * mask.area for name, mask in masks_of(batch, tuple(layers)).items())
 
 
 def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
