@@ -183,7 +183,8 @@ def test_a_degree_that_does_not_fit_the_world_of_torchrun(
 def summary(**changes: Any) -> Summary:
     values: dict[str, Any] = {
         "steps": 3, "tokens": 1440, "ranks": 2, "loss": 2.5, "heldout_loss": 2.0, "unigram_entropy": 3.25,
-        "tokens_per_second": 1234.5, "pairs_imbalance": 1.0625, "time_imbalance": 1.5, "run_dir": "runs/x",
+        "seconds": 1.0, "tokens_per_second": 1234.5, "tokens_per_second_per_device": 617.25, "tflops": 407.5,
+        "tflops_full": 611.25, "mfu": None, "pairs_imbalance": 1.0625, "time_imbalance": 1.5, "run_dir": "runs/x",
     }  # fmt: skip
     return Summary(**(values | changes))
 
@@ -197,6 +198,17 @@ def test_table(folder: Path) -> None:
     for text in ("1,440 tokens on 2 ranks", "1,234 tokens/s", "2.5000", "2.0000", "3.2500", "+1.2500 gained", "runs/x"):
         assert text in result.stdout
     assert "1.06 x mean pairs, 1.50 x mean time in attention" in result.stdout
+
+
+def test_mfu_is_shown_where_the_peak_of_the_device_is_known(folder: Path) -> None:
+    with patch("longspan.cli.train.run_training", side_effect=[summary(mfu=0.412), summary()]):
+        known, unknown = (run(folder / "run.toml", "--quiet").stdout for _ in range(2))
+    speed, work = (line.split(maxsplit=1) for line in map(str.rstrip, known.splitlines()[1:3]))
+    assert speed == ["speed", "1,234 tokens/s (617 a device)  MFU 41.2%"]
+    assert work == ["work", "408 TFLOP/s a device; 611 if every token saw its whole row"]
+    assert "1,234 tokens/s (617 a device)" in unknown
+    assert "MFU" not in unknown
+    assert "FLOP" not in unknown
 
 
 def test_one_rank_is_not_compared_with_itself(folder: Path) -> None:

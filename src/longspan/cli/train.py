@@ -10,7 +10,7 @@ from rich.table import Table
 from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, corpus_progress
 from longspan.train.config import load_config
-from longspan.train.monitor import json_line
+from longspan.train.monitor import json_line, speed_words
 from longspan.train.run import Summary, prepare, reckon
 from longspan.train.run import train as run_training
 from longspan.train.start import is_first, start_table
@@ -57,7 +57,10 @@ def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, 
 def _table(summary: Summary) -> Table:
     table = Table(show_header=False, box=None)
     table.add_row("steps", f"{summary.steps}, {summary.tokens:,} tokens on {_ranks(summary)}")
-    table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
+    table.add_row("speed", speed_words(summary))
+    if summary.mfu is not None:
+        full = f"{summary.tflops_full:,.0f} if every token saw its whole row"
+        table.add_row("work", f"{summary.tflops:,.0f} TFLOP/s a device; {full}")
     if summary.ranks > 1:
         pairs, seconds = summary.pairs_imbalance, summary.time_imbalance
         table.add_row("busiest rank", f"{pairs:.2f} x mean pairs, {seconds:.2f} x mean time in attention")

@@ -3,6 +3,7 @@
 Batch -> masks, layout and plans -> shard over cp -> of what goes with hidden states, the part of this tp rank
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from longspan.attention.staged import Projections, Transform
 from longspan.comm.meshes import Meshes
 from longspan.data import Batch
 from longspan.model import Attend, Routing, SelfAttention, WholeLayer, count_targets
-from longspan.model.config import ExpertsConfig, window_of
+from longspan.model.config import ExpertsConfig, ModelConfig, window_of
 from longspan.plan import STAGED, Mask
 from longspan.plan.mask import Band
 from longspan.train.config import TrainConfig
@@ -68,16 +69,18 @@ def make_micro(
     if experts is not None:
         whole["unit"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[None]
     on_host = sequence.shard(whole, dim=1)
-    num_targets = count_targets(on_host["labels"])
+    # What depends on values is found here, without waiting for the device.
+    num_targets, live = count_targets(on_host["labels"]), part(on_host["position_ids"] >= 0)
     local = {name: _sent(x, device) for name, x in on_host.items()}
     tokens, unit, routing = local.pop("tokens", None), local.pop("unit", None), None
     if unit is not None:
         routing = Routing(
-            live=part(local["position_ids"] >= 0),
+            live=_sent(live, device),
             unit=part(unit),
             unit_tokens=_sent(torch.tensor(lengths), device),
             group=meshes.tokens if meshes.topology.tp * meshes.topology.cp > 1 else None,
             scale=balance_scale,
+            slots=_sent(live.flatten().nonzero()[:, 0], device),
         )
     tokens = None if tokens is None else part(tokens)
     return Micro(**local, num_targets=num_targets, attend=_attend(sequence, config), tokens=tokens, routing=routing)
@@ -111,6 +114,12 @@ def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
         on_q=on(layer.q_norm), on_k=on(layer.k_norm),
         used=tuple(norm.weight for norm in (layer.q_norm, layer.k_norm) if norm is not None),
     )  # fmt: skip
+
+
+def visible_pairs(batch: Batch, model: ModelConfig) -> int:
+    """Of a packed row in all layers, each pair once: what its attention is, whoever computes it and however often."""
+    layers = Counter(model.mask_names)
+    return sum(layers[name] * mask.area for name, mask in masks_of(batch, tuple(layers)).items())
 
 
 def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
