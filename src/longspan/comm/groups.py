@@ -1,11 +1,13 @@
 """Process groups from whatever the caller holds: a group, a one-dimensional DeviceMesh, or nothing (one rank)."""
 
 import os
+from datetime import timedelta
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from longspan.spec import SpecError
 
@@ -26,7 +28,10 @@ def as_group(group: Group, levels: tuple[int, int] | None = None) -> dist.Proces
                     hint=f"set inner={group.size(1)}, or give a mesh of that shape",
                 )
             # One group of all ranks, made once for a mesh; messages go by the plan's own numbers.
-            return group._flatten().get_group()
+            flat = group._flatten().get_group()
+            if flat is not dist.group.WORLD and not torch.compiler.is_compiling():
+                set_timeout(flat, timeout_of(group.get_group(0)))
+            return flat
         if group.ndim != 1:
             names = group.mesh_dim_names or "without names"
             raise SpecError(
@@ -47,6 +52,19 @@ def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
     if rank < 0:
         raise SpecError(f"this process (global rank {dist.get_rank()}) is not part of the given group")
     return rank, dist.get_world_size(group)
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank waits for the others of `group`."""
+    # Private in torch: nothing public reads a timeout, or sets one that a group inherits.
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let ranks wait for so long in `group`, on every device. Where a group of two backends is split off, torch 2.13 gives
+    gloo's half its default of 30 minutes, whatever is asked for."""
+    _set_pg_timeout(timeout, group)
 
 
 def ranks_per_node(group: dist.ProcessGroup | None) -> int | None:
