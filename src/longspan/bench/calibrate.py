@@ -16,8 +16,8 @@ import torch.distributed as dist
 from longspan.attention.kernel import choose_kernel
 from longspan.comm.groups import ranks_per_node, wire_device
 from longspan.comm.hops import Hop
-from longspan.comm.launch import join_world, launch, leave_world
-from longspan.comm.torchrun import under_torchrun
+from longspan.comm.launch import check_devices, join_world, launch, leave_world
+from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import call
 from longspan.plan import Costs, Shape, Topology
 from longspan.spec import SpecError
@@ -29,11 +29,15 @@ _TILE_ROWS = (128, 512, 2048)
 _HEADS = 4
 
 
-def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16) -> Costs | None:
-    """Measure on this world if a launcher made one, else on `ranks` new processes. Only rank 0 gets the result."""
+def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16, device: str = "auto") -> Costs | None:
+    """Measure on this world if a launcher made one, else on `ranks` new processes. Only rank 0 gets the result.
+
+    Raises `SpecError` if there are more ranks here than devices.
+    """
+    check_devices(device, local_ranks(ranks), "--device cpu")
     if under_torchrun():
-        return _measure_and_leave(head_dim, dtype, mebibytes)
-    return launch(_measure_and_leave, (head_dim, dtype, mebibytes), ranks)
+        return _measure_and_leave(head_dim, dtype, mebibytes, device)
+    return launch(_measure_and_leave, (head_dim, dtype, mebibytes, device), ranks)
 
 
 def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_bytes: int) -> Costs:
@@ -73,8 +77,8 @@ def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_byt
     return Costs(**{**vars(costs), **values})
 
 
-def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int) -> Costs | None:
-    join_world(Topology(dp=int(os.environ["WORLD_SIZE"])), timedelta(minutes=5))
+def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int, device: str) -> Costs | None:
+    join_world(Topology(dp=int(os.environ["WORLD_SIZE"])), timedelta(minutes=5), device=device)
     try:
         group = dist.group.WORLD
         assert group is not None, "the world was just joined"
@@ -88,7 +92,8 @@ def _line(
     group: dist.ProcessGroup, exchange: Callable[[int], Callable[[], None]], num_bytes: int
 ) -> tuple[float, float]:
     """Latency and bandwidth of what `exchange(size)` does, from a small and a large size."""
-    small, large = (_slowest(group, _seconds(exchange(size), group)) for size in (_SMALL, num_bytes))
+    device = wire_device(group)
+    small, large = (_slowest(group, _seconds(exchange(size), group, device)) for size in (_SMALL, num_bytes))
     return small, (num_bytes - _SMALL) / max(large - small, 1e-9)
 
 
@@ -111,7 +116,7 @@ def _tile_seconds(rows: int, head_dim: int, dtype: torch.dtype, device: torch.de
     return _seconds(lambda: kernel.forward(q, k, v, (shape,), 0.1), None, device)
 
 
-def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device | None = None) -> float:
+def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
     """The least of a few runs, the first of which only warms up."""
     best = float("inf")
     run()
@@ -126,8 +131,8 @@ def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device:
     return best
 
 
-def _finish(device: torch.device | None) -> None:
-    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 

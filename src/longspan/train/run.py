@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from longspan.comm.launch import join_world, launch, leave_world
+from longspan.comm.launch import check_devices, device_type, join_world, launch, leave_world
 from longspan.comm.meshes import Meshes
-from longspan.comm.torchrun import under_torchrun
+from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import record
 from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.spec import CheckpointError, DivergedError, SpecError
@@ -63,11 +62,17 @@ def train(
     What is wrong with the configuration, the corpus or a checkpoint raises here, before a process is started. `prepared`:
     `prepare` has found nothing wrong already.
     """
+    check_ranks(config)
     if not prepared:
         prepare(config, progress)
     if under_torchrun():
         return run_and_leave(config, quiet)
     return launch(run_and_leave, (config, quiet), topology_of(config).world)
+
+
+def check_ranks(config: TrainConfig) -> None:
+    """Refuse a run that has more ranks on this machine than devices. Raises `SpecError`."""
+    check_devices(config.parallel.device, local_ranks(topology_of(config).world))
 
 
 def reckon(config: TrainConfig, store: TokenStore) -> Start:
@@ -78,8 +83,9 @@ def reckon(config: TrainConfig, store: TokenStore) -> Start:
 
 
 def expected(config: TrainConfig) -> Budget:
-    """What each rank is expected to hold, on the devices of this machine."""
-    return budget_of(config, model_config(config), topology_of(config), fused_norms=torch.cuda.is_available())
+    """What each rank is expected to hold, on the device of the run."""
+    cuda = device_type(config.parallel.device) == "cuda"
+    return budget_of(config, model_config(config), topology_of(config), fused_norms=cuda)
 
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
@@ -197,7 +203,8 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
 def join(config: TrainConfig) -> Meshes:
     """This rank's meshes, of the degrees that the configuration asks for."""
     parallel = config.parallel
-    return join_world(topology_of(config), timedelta(seconds=parallel.timeout_seconds), parallel.threads)
+    timeout = timedelta(seconds=parallel.timeout_seconds)
+    return join_world(topology_of(config), timeout, parallel.threads, parallel.device)
 
 
 def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore) -> float:
