@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from longspan.data import Batch, Loader, open_store
 from longspan.model import Decoder
 from longspan.train.model import make_model
-from longspan.verify.baseline import attend_blocks, attend_documents, device_of, loss_sum, run_baseline
+from longspan.verify.baseline import attend_blocks, attend_documents, loss_sum, run_baseline
 from tests.train import reference
 from tests.train.tiny import make_config, numbered_batch, write_corpus
 
@@ -177,9 +177,3 @@ def test_all_of_it_is_on_the_device_of_the_model() -> None:
         loss.backward()
     assert loss.device.type == "meta"
     assert all(p.grad is not None and p.grad.device.type == "meta" for p in model.parameters())
-
-
-@pytest.mark.parametrize("available", [False, True])
-def test_the_device_is_that_of_the_run(available: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: available)
-    assert device_of(make_config()).type == ("cuda" if available else "cpu")

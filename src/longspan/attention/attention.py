@@ -36,8 +36,8 @@ def attention(
     Collective: every rank of the group calls it alike, forward and backward, and the ranks compare what they were given. There
     is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,
     `DisagreementError` if ranks differ, `CommError` if a peer is lost (gloo; under NCCL the watchdog ends the process). On CUDA
-    ranks compare the first call of each kind alone: what is wrong with a later one is raised where it is wrong. Else as `scaled_dot_product_attention`, autocast included;
-    differentiable once, in reverse mode.
+    ranks compare the first call of each kind alone: what is wrong with a later one is raised where it is wrong. Else as
+    `scaled_dot_product_attention`, autocast included; differentiable once, in reverse mode.
     """
     return attend(q, k, v, plan.route, share_of(plan, group, kernel), scale, sink, softcap, alibi)
 

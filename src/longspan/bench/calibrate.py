@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from longspan.attention.kernel import choose_kernel
+from longspan.comm.devices import check_devices
 from longspan.comm.groups import ranks_per_node
 from longspan.comm.hops import Hop
 from longspan.comm.launch import join_world, launch, leave_world
-from longspan.comm.torchrun import under_torchrun
+from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import call
 from longspan.comm.transport import transport_of
 from longspan.plan import Costs, Shape, Topology
@@ -30,11 +31,15 @@ _TILE_ROWS = (128, 512, 2048)
 _HEADS = 4
 
 
-def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16) -> Costs | None:
-    """Measure on this world if a launcher made one, else on `ranks` new processes. Only rank 0 gets the result."""
+def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16, device: str = "auto") -> Costs | None:
+    """Measure on this world if a launcher made one, else on `ranks` new processes. Only rank 0 gets the result.
+
+    Raises `SpecError` if there are more ranks here than devices.
+    """
+    check_devices(device, local_ranks(ranks), "--device cpu")
     if under_torchrun():
-        return _measure_and_leave(head_dim, dtype, mebibytes)
-    return launch(_measure_and_leave, (head_dim, dtype, mebibytes), ranks)
+        return _measure_and_leave(head_dim, dtype, mebibytes, device)
+    return launch(_measure_and_leave, (head_dim, dtype, mebibytes, device), ranks)
 
 
 def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_bytes: int) -> Costs:
@@ -79,8 +84,8 @@ def _device_of(group: dist.ProcessGroup) -> torch.device:
     return transport_of(group).carries(torch.device("cuda"))
 
 
-def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int) -> Costs | None:
-    join_world(Topology(dp=int(os.environ["WORLD_SIZE"])), timedelta(minutes=5))
+def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int, device: str) -> Costs | None:
+    join_world(Topology(dp=int(os.environ["WORLD_SIZE"])), timedelta(minutes=5), device=device)
     try:
         group = dist.group.WORLD
         assert group is not None, "the world was just joined"
@@ -94,7 +99,8 @@ def _line(
     group: dist.ProcessGroup, exchange: Callable[[int], Callable[[], None]], num_bytes: int
 ) -> tuple[float, float]:
     """Latency and bandwidth of what `exchange(size)` does, from a small and a large size."""
-    small, large = (_slowest(group, _seconds(exchange(size), group)) for size in (_SMALL, num_bytes))
+    device = _device_of(group)
+    small, large = (_slowest(group, _seconds(exchange(size), group, device)) for size in (_SMALL, num_bytes))
     return small, (num_bytes - _SMALL) / max(large - small, 1e-9)
 
 
@@ -117,7 +123,7 @@ def _tile_seconds(rows: int, head_dim: int, dtype: torch.dtype, device: torch.de
     return _seconds(lambda: kernel.forward(q, k, v, (shape,), 0.1), None, device)
 
 
-def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device | None = None) -> float:
+def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
     """The least of a few runs, the first of which only warms up."""
     best = float("inf")
     run()
@@ -132,8 +138,8 @@ def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device:
     return best
 
 
-def _finish(device: torch.device | None) -> None:
-    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 

@@ -11,7 +11,7 @@ from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, corpus_progress
 from longspan.train.config import load_config
 from longspan.train.monitor import json_line, speed_words
-from longspan.train.run import Summary, prepare, reckon
+from longspan.train.run import Summary, check_ranks, prepare, reckon
 from longspan.train.run import train as run_training
 from longspan.train.start import is_first, start_table
 
@@ -34,6 +34,8 @@ def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, 
         torchrun --nnodes 2 --nproc-per-node 8 ... -m longspan.cli.main train run.toml
     """
     loaded = load_config(config, overrides)
+    if not dry_run:
+        check_ranks(loaded)
     with corpus_progress(quiet) as progress:
         store = prepare(loaded, progress)
     if dry_run:

@@ -1,10 +1,13 @@
 """Groups from whatever the caller holds: a process group, a DeviceMesh axis, ranks in memory, or nothing (one rank)."""
 
 import os
+from datetime import timedelta
 from itertools import groupby
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from longspan.comm.transport import Transport, transport_of
 from longspan.spec import SpecError
@@ -28,7 +31,10 @@ def as_group(group: Group, levels: tuple[int, int] | None = None) -> RankGroup |
                     hint=f"set inner={group.size(1)}, or give a mesh of that shape",
                 )
             # One group of all ranks, made once for a mesh; messages go by the plan's own numbers.
-            return group._flatten().get_group()
+            flat = group._flatten().get_group()
+            if flat is not dist.group.WORLD and not torch.compiler.is_compiling():
+                set_timeout(flat, timeout_of(group.get_group(0)))
+            return flat
         if group.ndim != 1:
             names = group.mesh_dim_names or "without names"
             raise SpecError(
@@ -51,10 +57,23 @@ def rank_and_size(group: RankGroup | None) -> tuple[int, int]:
     return transport.rank, transport.size
 
 
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank waits for the others of `group`."""
+    # Private in torch: nothing public reads a timeout, or sets one that a group inherits.
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let ranks wait for so long in `group`, on every device. Where a group of two backends is split off, torch 2.13 gives
+    gloo's half its default of 30 minutes, whatever is asked for."""
+    _set_pg_timeout(timeout, group)
+
+
 def ranks_per_node(group: RankGroup | None) -> int | None:
     """How many neighbouring ranks of `group` share a node, if torchrun tells and every node holds as many; else None."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    if not isinstance(group, dist.ProcessGroup) or local is None:
+    if group is None or isinstance(group, Transport) or local is None:
         return None
     nodes = [rank // int(local) for rank in dist.get_process_group_ranks(group)]
     sizes = [len(list(run)) for _, run in groupby(nodes)]

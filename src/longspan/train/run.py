@@ -9,9 +9,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from longspan.comm.devices import check_devices, device_type
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.meshes import Meshes
-from longspan.comm.torchrun import under_torchrun
+from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import record
 from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.spec import CheckpointError, DivergedError, SpecError
@@ -64,11 +65,17 @@ def train(
     What is wrong with the configuration, the corpus or a checkpoint raises here, before a process is started. `prepared`:
     `prepare` has found nothing wrong already.
     """
+    check_ranks(config)
     if not prepared:
         prepare(config, progress)
     if under_torchrun():
         return run_and_leave(config, quiet)
     return launch(run_and_leave, (config, quiet), topology_of(config).world)
+
+
+def check_ranks(config: TrainConfig) -> None:
+    """Refuse a run that has more ranks on this machine than devices. Raises `SpecError`."""
+    check_devices(config.parallel.device, local_ranks(topology_of(config).world))
 
 
 def reckon(config: TrainConfig, store: TokenStore) -> Start:
@@ -79,8 +86,9 @@ def reckon(config: TrainConfig, store: TokenStore) -> Start:
 
 
 def expected(config: TrainConfig) -> Budget:
-    """What each rank is expected to hold, on the devices of this machine."""
-    return budget_of(config, model_config(config), topology_of(config), "cuda" if torch.cuda.is_available() else "cpu")
+    """What each rank is expected to hold, on the device of the run."""
+    device = device_type(config.parallel.device)
+    return budget_of(config, model_config(config), topology_of(config), device)
 
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
@@ -169,7 +177,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
             tokens += result.tokens
             row_pairs = sum(visible_pairs(batch, meter.model) for batch in batches)
             stage, dp = (meshes.data[axis].get_local_rank() for axis in ("pp", "dp"))
-            usage = gather_usage(measure(rank, step.own_targets, calls, stage, dp, row_pairs))
+            usage = gather_usage(measure(rank, step.own_targets, calls, stage, dp, row_pairs, device=step.device))
             pairs = pairs_of_step(usage)
             if index > done:
                 tokens_stepping += result.tokens
@@ -211,7 +219,8 @@ def meter_of(config: TrainConfig, device_type: str, devices: int) -> Meter:
 def join(config: TrainConfig) -> Meshes:
     """This rank's meshes, of the degrees that the configuration asks for."""
     parallel = config.parallel
-    return join_world(topology_of(config), timedelta(seconds=parallel.timeout_seconds), parallel.threads)
+    timeout = timedelta(seconds=parallel.timeout_seconds)
+    return join_world(topology_of(config), timeout, parallel.threads, parallel.device)
 
 
 def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore) -> float:

@@ -51,11 +51,18 @@ class RankUsage:
 
 
 def measure(
-    rank: int, targets: int, calls: Sequence[Call], stage: int = 0, dp: int = 0, row_pairs: int = 0
+    rank: int,
+    targets: int,
+    calls: Sequence[Call],
+    stage: int = 0,
+    dp: int = 0,
+    row_pairs: int = 0,
+    *,
+    device: torch.device,
 ) -> RankUsage:
     """Sum the attention calls of a step. Peak memory is the process's resident set, or on CUDA the allocator's peak."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return RankUsage(

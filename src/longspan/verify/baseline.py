@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from longspan.comm.devices import device_type
 from longspan.data import Batch, open_store
 from longspan.model import Decoder, Routing
 from longspan.model.config import window_of
@@ -33,7 +34,7 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
     The rows of all data-parallel ranks and micro-batches of a step are read one after the other, on the device of the run.
     """
     torch.set_num_threads(os.cpu_count() or 1)
-    device = device_of(config)
+    device = torch.device(device_type(config.parallel.device))
     loader = make_loader(config, open_store(config.data), dp_rank=0, dp_size=1)
     model = make_model(config, device)
     optimizer = make_optimizer(model, config.optim)
@@ -56,12 +57,6 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
     return Evidence(losses, norms, inputs, gradients)
 
 
-def device_of(config: TrainConfig) -> torch.device:
-    """`parallel.device`; "auto" is CUDA where there is one."""
-    device = getattr(config.parallel, "device", "auto")
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-
-
 def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, balance: float) -> float:
     """Add the gradients of `factor` times the loss sum of a row, and of the balance loss of its experts `balance` times;
     returns the loss sum.
@@ -73,7 +68,7 @@ def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, 
         loss = loss_sum(model, batch, wire_dtype, balance)
         (loss * factor).backward()
         return float(loss.detach())
-    with torch.device(device_of(config)):
+    with torch.device(torch.device(device_type(config.parallel.device))):
         low = Decoder(model.config, dropout=model.dropout, seed=model.seed).to(DTYPES[dtype])
     low.load_state_dict(model.state_dict())
     loss = loss_sum(low, batch, wire_dtype, balance)

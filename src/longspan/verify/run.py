@@ -9,7 +9,7 @@ from longspan.comm.launch import launch
 from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
 from longspan.train.model import model_config
-from longspan.train.run import prepare_corpus
+from longspan.train.run import check_ranks, prepare_corpus
 from longspan.train.step import check_plan
 from longspan.verify.baseline import run_baseline
 from longspan.verify.config import VerifyConfig
@@ -41,6 +41,7 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
     ]
     for replay in replays:
         check_plan(replay, model_config(replay))
+        check_ranks(replay)
     prepare_corpus(config)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder:
