@@ -361,10 +361,10 @@ def _traffic(group, rank):
     moe.experts.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[1]))
     original = dist.all_to_all_single
 
-    def spy(output, input, received, sends, group):
+    def spy(output, input, received, sends, **options):
         if input.is_floating_point():
-            sent[-1] += (sum(sends) - sends[rank]) * input.shape[1]
-        return original(output, input, received, sends, group=group)
+            sent[-1] += sum(sends) - sends[rank]
+        return original(output, input, received, sends, **options)
 
     with patch.object(dist, "all_to_all_single", spy):
         out = moe(x, Routing(live, unit, unit_tokens, group, 1.0))
