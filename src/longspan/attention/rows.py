@@ -9,7 +9,7 @@ Keys and values travel head by head, `(B, K, R, D)`, as kernels read them fastes
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class Lane:
         self._held = ()
 
 
-@lru_cache(maxsize=None)
+@cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The lane of a device: one, so that its memory serves every call, and first in line, since a merge is short."""
     return torch.cuda.Stream(device, priority=-1)

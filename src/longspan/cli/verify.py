@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -12,7 +13,7 @@ from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, spinner
 from longspan.train.config import ParallelConfig, load_config
 from longspan.train.monitor import json_line
-from longspan.verify.config import VerifyConfig
+from longspan.verify.config import VerifyConfig, default_dtypes
 from longspan.verify.judge import EXACT, Verdict
 from longspan.verify.run import verify as run_verification
 
@@ -27,7 +28,9 @@ from longspan.verify.run import verify as run_verification
     multiple=True,
     help="none, bf16, fp8 for keys and values on the way; repeatable. Default: the file's.",
 )
-@click.option("--dtype", multiple=True, help="fp64, fp32, bf16, fp16; repeatable. Default: fp64 and fp32.")
+@click.option(
+    "--dtype", multiple=True, help="fp64, fp32, bf16, fp16; repeatable. Default: fp32, the file's and, on CPU, fp64."
+)
 @click.option("--steps", default=2, show_default=True, help="Optimizer steps to replay.")
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
@@ -55,7 +58,7 @@ def verify(
         "layouts": layout or (run.parallel.layout,),
         "routes": route or (run.parallel.route,),
         "wire_dtypes": [None if name == "none" else name for name in wire_dtype] or (run.parallel.wire_dtype,),
-        "dtypes": dtype or ("fp64", "fp32"),
+        "dtypes": dtype or default_dtypes(run.dtype, "cuda" if torch.cuda.is_available() else "cpu"),
         "steps": steps,
     }
     with spinner(quiet) as told:
