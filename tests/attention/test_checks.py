@@ -77,7 +77,7 @@ REFUSED = {
     ),
     "unknown kernel": (
         (Q, K, K, {"kernel": "flash9"}),
-        "kernel 'flash9' is not known\n\nhint: choose one of auto, sdpa, flash2, cudnn, flex, reference",
+        "kernel 'flash9' is not known\n\nhint: choose one of auto, flash3, cudnn, sdpa, flash2, efficient, flex, reference",
     ),
     "scale of nothing": (
         (Q, K, K, {"scale": 0.0}),

@@ -46,6 +46,30 @@ def verdict(passed: bool = True, **changes: Any) -> Verdict:
     return Verdict(**(values | changes))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "cuda", "verified"),
+    [
+        ("fp32", False, ("fp64", "fp32")),
+        ("bf16", False, ("fp64", "fp32", "bf16")),
+        ("fp64", False, ("fp64", "fp32")),
+        ("fp32", True, ("fp32",)),
+        ("bf16", True, ("fp32", "bf16")),
+        ("fp16", True, ("fp32", "fp16")),
+        ("fp64", True, ("fp32", "fp64")),
+    ],
+)
+def test_by_default_the_types_that_the_run_uses(
+    folder: Path, dtype: str, cuda: bool, verified: tuple[str, ...]
+) -> None:
+    with (
+        patch("torch.cuda.is_available", lambda: cuda),
+        patch("longspan.cli.verify.run_verification", return_value=[verdict()]) as asked,
+    ):
+        assert run(folder / "run.toml", "--set", f"dtype={dtype}", "--quiet").exit_code == 0
+        assert run(folder / "run.toml", "--dtype", "fp64", "--quiet").exit_code == 0
+    assert [call.args[1].dtypes for call in asked.call_args_list] == [verified, ("fp64",)]
+
+
 def test_on_real_cases(folder: Path) -> None:
     """What the file says is verified, in fp64 and fp32; progress on stderr, a line each where it is no terminal."""
     with patch("longspan.verify.run.launch", launch_here):

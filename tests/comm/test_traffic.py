@@ -5,6 +5,7 @@ import os
 import time
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -214,7 +215,7 @@ def test_on_a_gpu_seconds_are_those_of_events_in_the_stream(monkeypatch):
     monkeypatch.setattr(
         traffic, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=EventOnDevice), device=torch.device)
     )
-    with call("forward", "ring", "sdpa", 0, torch.device("cuda")) as meter:
+    with record(), call("forward", "ring", "sdpa", 0, torch.device("cuda")) as meter:
         start = meter.clock.now()
         with meter.spend("kernels"):
             pass
@@ -234,3 +235,106 @@ def test_on_a_gpu_seconds_are_those_of_events_in_the_stream(monkeypatch):
     assert [(event["name"], round(event["dur"])) for event in events] == [
         ("forward ring", 35_000), ("hop", 25_000), ("kernels", 5_000), ("waiting", 5_000),
     ]  # fmt: skip
+
+
+class CountedEvent(EventOnDevice):
+    """One whose device is waited for as a whole: what was recorded before it is then reached too."""
+
+    made, recorded = 0, 0
+    everything: ClassVar[list["CountedEvent"]] = []
+
+    def __init__(self, enable_timing=False):
+        super().__init__(enable_timing)
+        CountedEvent.made += 1
+
+    def record(self):
+        super().record()
+        CountedEvent.recorded += 1
+        self.reached = False
+        CountedEvent.everything.append(self)
+
+    def synchronize(self):
+        super().synchronize()
+        for event in CountedEvent.everything:
+            event.reached |= event.at <= self.at
+
+    def query(self):
+        return self.reached
+
+    def elapsed_time(self, end):
+        assert self.reached
+        return super().elapsed_time(end)
+
+
+@pytest.fixture
+def events(monkeypatch):
+    stand_in = SimpleNamespace(cuda=SimpleNamespace(Event=CountedEvent), device=torch.device)
+    monkeypatch.setattr(traffic, "torch", stand_in)
+    CountedEvent.made = CountedEvent.recorded = EventOnDevice.waited = 0
+    CountedEvent.everything.clear()
+    traffic._pooled.cache_clear()
+    yield CountedEvent
+    traffic._pooled.cache_clear()
+
+
+def _a_call_on_a_gpu():
+    """Of 3 kernels, 3 merges and 2 waits for hops."""
+    with call("forward", "ring", "sdpa", 0, torch.device("cuda")) as meter:
+        for index in range(3):
+            posted = meter.clock.now()
+            with meter.spend("kernels"):
+                meter.kernel_calls += 1
+                meter.pairs_computed += 10
+            with meter.spend("merging"):
+                pass
+            if index < 2:
+                with meter.spend("waiting"):
+                    meter.bytes_received += 8
+                meter.flew(posted, 8)
+    return meter
+
+
+def test_nobody_who_asks_no_event(events):
+    meter = _a_call_on_a_gpu()
+    assert (events.made, events.recorded, events.waited) == (0, 0, 0)
+    assert (meter.kernel_calls, meter.pairs, meter.bytes_received) == (3, 30, 16)
+
+
+def test_a_run_takes_two_events_a_call_and_two_a_wait_and_uses_them_again(events):
+    for step in range(1, 4):
+        with record("waiting") as calls:
+            for _ in range(5):
+                _a_call_on_a_gpu()
+            assert events.waited == step - 1  # nothing waits for the device while the step runs
+        assert events.recorded == step * 5 * (2 + 2 * 2)
+        assert events.made == 5 * (2 + 2 * 2)
+        assert events.waited == step
+        for entry in calls:
+            # Marks 5 ms apart: start, two of each wait, end.
+            assert entry.seconds_total == pytest.approx(0.025)
+            assert entry.seconds_waiting == pytest.approx(0.010)
+            assert (entry.kernel_calls, entry.pairs, entry.bytes_received) == (3, 30, 16)
+            unknown = (entry.seconds_kernels, entry.seconds_merging, entry.seconds_communication, entry.overlap)
+            assert all(seconds != seconds for seconds in unknown)
+            assert [event["name"] for event in entry.events()] == ["forward ring", "waiting", "waiting"]
+        assert events.waited == step
+
+
+def test_a_recorder_that_asks_for_everything_gets_it_beside_one_that_does_not(events):
+    with record() as detailed, record("waiting") as calls:
+        meter = _a_call_on_a_gpu()
+    assert calls[0] is detailed[0] is meter
+    # 2 of the call, 2 of each of 3 kernels, 3 merges and 2 waits; 3 hops are posted, and 2 land.
+    assert events.recorded == 2 + 2 * 8 + 3 + 2
+    assert events.waited == 1
+    assert (meter.seconds_kernels, meter.seconds_merging) == pytest.approx((0.015, 0.015))
+    assert meter.seconds_total == pytest.approx(0.110)
+    assert meter.seconds_communication == pytest.approx(2 * 0.035)  # posted, 2 x 3 activities, landed
+    assert events.waited == 1
+
+
+def test_on_cpu_everything_is_timed_whatever_is_asked_for():
+    with record("waiting") as calls, call("forward", "ring", "sdpa", 0, CPU) as meter, meter.spend("kernels"):
+        time.sleep(0.01)
+    assert calls[0].seconds_kernels >= 0.01
+    assert calls[0].seconds_merging == 0.0

@@ -15,6 +15,7 @@ from longspan.attention import kernel as kernels
 from longspan.attention.reference import ReferenceKernel
 from longspan.attention.scores import ScoreChange
 from longspan.comm.hops import Flight, Hop
+from longspan.comm.traffic import record
 from longspan.plan import Shape
 from longspan.train.config import TrainConfig
 from longspan.train.usage import STAY, Balance, BalanceWatch, RankUsage
@@ -141,6 +142,18 @@ def test_counters_are_those_of_the_kernel_calls_and_the_transfers(
         assert told == right
         assert told["blocks"] > 4
         assert told["bytes_received"] > 0
+
+
+def asked_for(group: Any, rank: int, config: TrainConfig) -> list[tuple[str, ...]]:
+    with patch("longspan.train.run.record", wraps=record) as recorders:
+        run_on_ranks(group, rank, config)
+    return [call.args for call in recorders.call_args_list]
+
+
+def test_a_run_asks_for_the_times_that_it_shows_alone(folder: Any) -> None:
+    """On CUDA every other time would cost two events a launch (`tests/comm/test_traffic.py`)."""
+    config = make_config(folder, run_dir=str(folder / "asked"), steps=2)
+    assert run_ranks(1, asked_for, config) == [[("waiting",)] * 2]
 
 
 def test_what_ranks_add_up_to_is_the_same_at_every_degree(folder: Any) -> None:

@@ -27,11 +27,11 @@ def attention(
 
     q `(B, H, T, D)`, k `(B, K, T, D)`, v `(B, K, T, Dv)` are this rank's slots; the result is `(B, H, T, Dv)` in q's type, 0 for
     dead slots and queries that see nothing. `group` is a process group or 1-D mesh of `plan.ranks` ranks, or for a route of two
-    levels a 2-D mesh (outer, inner). `scale` defaults to `D ** -0.5`. `kernel` is "auto", "sdpa", "flash2", "cudnn",
-    "flex" or "reference". `sink (H,)` is a learnable logit per head in every row's denominator; its gradient holds what this rank
-    computed, its rows or its heads, like that of any replicated parameter. `softcap` c makes a score s `c tanh(s / c)`;
-    `alibi (H,)` then takes `alibi[h] |i - j|` off it, i and j counted on the global token axis. On CUDA `flex` takes both
-    and `flash2` a soft-cap; else these run on the reference kernel, slowly.
+    levels a 2-D mesh (outer, inner). `scale` defaults to `D ** -0.5`. `kernel` is "auto", "flash3", "cudnn", "sdpa", "flash2",
+    "efficient", "flex" or "reference". `sink (H,)` is a learnable logit per head in every row's denominator; its gradient holds
+    what this rank computed, its rows or its heads, like that of any replicated parameter. `softcap` c makes a score s
+    `c tanh(s / c)`; `alibi (H,)` then takes `alibi[h] |i - j|` off it, i and j counted on the global token axis. On CUDA `flex`
+    takes both and `flash2` a soft-cap; else these run on the reference kernel, slowly.
 
     Collective: every rank of the group calls it alike, forward and backward, and the ranks compare what they were given. There
     is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,

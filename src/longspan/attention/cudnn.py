@@ -1,14 +1,15 @@
 """PyTorch's cuDNN attention on CUDA, with its log-sum-exp: private aten operators, kept in this one file.
 
 Full, causal for square tiles, or an additive mask, as the operator on CPU; so tiles are cut alike. It has not run here (no GPU
-was at hand): tests call it through a stand-in with its schema. "auto" does not choose it.
+was at hand): tests call it through a stand-in with its schema. "auto" chooses it on Hopper and Blackwell, where it is faster than
+FlashAttention-2, for plans whose tiles need no mask.
 """
 
 from collections.abc import Sequence
 
 import torch
 
-from longspan.attention.masked import mode_of, split_by_modes
+from longspan.attention.masked import causal_of, mode_of, split_by_modes
 from longspan.attention.scores import ScoreChange
 from longspan.plan import Shape, Tile
 
@@ -31,7 +32,7 @@ class CudnnKernel:
         return None
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
-        return split_by_modes(tile, dtype, backward)
+        return (tile,) if causal_of(tile.shape) is not None else split_by_modes(tile, dtype, backward)
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
         return False

@@ -16,6 +16,7 @@ import torch
 
 from longspan.attention.heads import GroupedKernel, HeadExchange
 from longspan.attention.kernel import Kernel, Launch, choose_kernel, launches
+from longspan.attention.masked import are_regular
 from longspan.attention.merge import sink_gradient
 from longspan.attention.rows import Group, KVGradient, Lane, ReturningGradients, Rows, arriving_rows
 from longspan.attention.scores import ScoreChange
@@ -54,6 +55,14 @@ class Share:
             self.kept[key] = launches(kernel, step.tiles, q, backward)
         made: list[Launch] = self.kept[key]
         return made
+
+    @property
+    def regular(self) -> bool:
+        """Whether cuDNN has all tiles as they are, one or two a step, of shapes that return with every batch."""
+        if "regular" not in self.kept:
+            steps = [step.tiles for stage in self.work.stages for step in stage.steps]
+            self.kept["regular"] = all(len(tiles) <= 2 and are_regular(tiles) for tiles in steps)
+        return bool(self.kept["regular"])
 
     def at(self, change: ScoreChange | None, step: Step, launch: Launch, device: torch.device) -> ScoreChange | None:
         """The change to the scores of one call, where these are on the token axis."""
@@ -98,7 +107,7 @@ def run_forward(
     """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` like q, lse of the rows computed here,
     and what backward needs in place of q, k, v and out where heads were exchanged (else nothing)."""
     q, k, v = map(_dense_rows, (q, k, v))
-    kernel = choose_kernel(share.kernel, q, k, v, change)
+    kernel = choose_kernel(share.kernel, q, k, v, change, share.regular)
     with call("forward", share.route, kernel.name, share.work.rank, q.device) as meter:
         exchange = HeadExchange.of(share.work, share.group, meter)
         if exchange is None:
@@ -128,7 +137,7 @@ def run_backward(
     """Gradients of q, k, v, shaped and typed like the local ones, and of the sink `(H,)` from the rows and heads computed here
     (`(0,)` without one). q, k, v, out are what forward gave in their place, where it did."""
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
-    kernel = choose_kernel(share.kernel, q, k, v, change)
+    kernel = choose_kernel(share.kernel, q, k, v, change, share.regular)
     with call("backward", share.route, kernel.name, share.work.rank, q.device) as meter:
         exchange = HeadExchange.of(share.work, share.group, meter)
         if exchange is None:
@@ -155,7 +164,8 @@ def attend_rows(
 ) -> tuple[Tensor, Tensor]:
     """Out and lse of the queries at hand over the rows that come by."""
     q, k, v = qkv
-    result, lane = Output(q, v), Lane.on(q.device)
+    lane = Lane.on(q.device)
+    result = Output(q, v, lane.home)
 
     def compute(step: Step, rows: Rows) -> None:
         meter.blocks_computed += step.blocks
@@ -166,14 +176,14 @@ def attend_rows(
                     share.at(change, step, launch, q.device),
                 )  # fmt: skip
             _count(meter, launch)
-            with lane.after(out, lse), meter.spend("merging"):
+            with lane.after(out, lse, *result.tensors), meter.spend("merging"):
                 result.add(launch.q0, launch.q1, out, lse)
             del out, lse
 
     for _, _, steps in arriving_rows(share.work, (k, v), share.wire_dtype, share.group, meter):
         while steps:  # rows that have been used are held no longer, while the next but one arrive
             compute(*steps.pop(0))
-    lane.join(*result.tensors)
+    lane.join()
     return result.finish(sink)
 
 
@@ -195,8 +205,8 @@ def differentiate_rows(
     The own shard comes last: what others found for it comes home meanwhile, and is added to what it found itself.
     """
     q, k, v = qkv
-    work, dq, lane = share.work, Gradient(q, q.shape[2]), Lane.on(q.device)
-    returning = ReturningGradients(work, (k, v), share.group, meter)
+    work, lane = share.work, Lane.on(q.device)
+    dq, returning = Gradient(q, q.shape[2], lane.home), ReturningGradients(work, (k, v), share.group, meter, lane)
 
     def compute(step: Step, rows: Rows, gradients: KVGradient, arrived: Callable[[], None]) -> None:
         meter.blocks_computed += step.blocks
@@ -230,7 +240,7 @@ def differentiate_rows(
     compute(own.steps[0], (k, v), returning.home, lambda: None)
     with lane.after():
         returning.bring_home()
-    lane.join(dq.rows(), *(gradient.rows() for gradient in returning.home))
+    lane.join()
     if sink is None:
         dsink = q.new_empty(0)
     else:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from longspan.attention.capability import AMPERE, capability
 from longspan.attention.scores import ScoreChange
 from longspan.attention.windows import heads_first, rows_first, sequences, shows, split_for_windows, window_of
 from longspan.plan import Shape, Tile
@@ -35,6 +36,8 @@ class FlashAttention2Kernel:
             return missing
         if k.shape[3] != v.shape[3] or q.shape[3] > 256 or q.shape[3] % 8:
             return f"flash-attn takes equal head dims that 8 divides up to 256, not {k.shape[3]} and {v.shape[3]}"
+        if capability(q.device)[0] < AMPERE:
+            return "flash-attn begins with Ampere (compute capability 8.0)"
         return None
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:

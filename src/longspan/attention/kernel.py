@@ -11,8 +11,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from longspan.attention.capability import BLACKWELL, HOPPER, capability
 from longspan.attention.cudnn import CudnnKernel
+from longspan.attention.efficient import EfficientKernel
 from longspan.attention.flash2 import FlashAttention2Kernel
+from longspan.attention.flash3 import FlashAttention3Kernel
 from longspan.attention.flex import FlexKernel
 from longspan.attention.reference import ReferenceKernel
 from longspan.attention.scores import ScoreChange
@@ -112,9 +115,15 @@ def _runs(kernel: Kernel, pieces: Sequence[Tile], q: Tensor) -> Iterator[list[Ti
 
 KERNELS: dict[str, Kernel] = {
     kernel.name: kernel
-    for kernel in (SdpaKernel(), FlashAttention2Kernel(), CudnnKernel(), FlexKernel(), ReferenceKernel())
-}
-"""In the order in which "auto" tries them: `cudnn` takes nothing that `sdpa` does not take."""
+    for kernel in (
+        FlashAttention3Kernel(), CudnnKernel(), SdpaKernel(), FlashAttention2Kernel(), EfficientKernel(), FlexKernel(),
+        ReferenceKernel(),
+    )
+}  # fmt: skip
+"""In the order in which "auto" tries them: the fastest first."""
+
+_CUDNN = 91501
+"""cuDNN 9.15.1, from which on torch itself prefers cuDNN attention on Hopper and Blackwell."""
 
 
 def check_kernel_name(name: str) -> str:
@@ -124,14 +133,53 @@ def check_kernel_name(name: str) -> str:
     return name
 
 
-def choose_kernel(name: str, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> Kernel:
-    """The kernel of that name, or for "auto" the first that can compute these tensors."""
+def choose_kernel(
+    name: str, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None, regular: bool = False
+) -> Kernel:
+    """The kernel of that name, or for "auto" the first that can compute these tensors. `regular`: the tiles are those for which
+    cuDNN is fast (`masked.are_regular`)."""
     if name == "auto":
-        for kernel in KERNELS.values():
-            if kernel.refusal(q, k, v, change) is None:
-                return kernel
-        name = "reference"
+        changes = None if change is None else (change.softcap is None, change.slopes is None)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        call = (q.device, q.dtype, k.shape[3], v.shape[3], changes, regular, deterministic)
+        if (found := _chosen.get(call)) is not None:
+            return KERNELS[found]
+        name, _ = choose_auto(q, k, v, change, regular)
+        if KERNELS[name].refusal(q, k, v, change) is None:
+            _chosen[call] = name
     kernel = KERNELS[check_kernel_name(name)]
     if (reason := kernel.refusal(q, k, v, change)) is not None:
         raise SpecError(f"kernel {kernel.name!r} cannot compute this: {reason}", hint='use kernel="auto"')
     return kernel
+
+
+_chosen: dict[tuple[object, ...], str] = {}
+"""What "auto" found for each kind of call: what a device is, and which packages there are, stays so while a process lives."""
+
+
+def choose_auto(
+    q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None, regular: bool = False
+) -> tuple[str, dict[str, str]]:
+    """The kernel that "auto" takes, "reference" if none can; and why not each one that it would rather take."""
+    passed_over: dict[str, str] = {}
+    for name, kernel in KERNELS.items():
+        reason = kernel.refusal(q, k, v, change) or _reason_to_pass(name, q.device, change, regular)
+        if reason is None:
+            return name, passed_over
+        passed_over[name] = reason
+    return "reference", passed_over
+
+
+def _reason_to_pass(name: str, device: torch.device, change: ScoreChange | None, regular: bool) -> str | None:
+    """Why "auto" leaves out a kernel that could compute a call, or None."""
+    if name == "flex" and change is None:
+        return "FlexAttention compiles dozens of graphs: it is for soft-caps and ALiBi"
+    if name != "cudnn":
+        return None
+    if capability(device)[0] not in (HOPPER, BLACKWELL):
+        return "cuDNN attention is faster than flash attention on Hopper and Blackwell alone"
+    if (torch.backends.cudnn.version() or 0) < _CUDNN:
+        return f"cuDNN {torch.backends.cudnn.version()} is older than {_CUDNN}"
+    if torch.are_deterministic_algorithms_enabled():
+        return "cuDNN attention has no deterministic backward"
+    return None if regular else "cuDNN attention is for plans of full and causal tiles whose sides 128 divides"

@@ -2,7 +2,7 @@
 cuDNN's on CUDA. Sizes are those that measured best on CPU.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -18,8 +18,19 @@ _BAND_COLUMNS = {8: 128, 4: 128, 2: 256}
 """Backward computes so many keys of a band at a time, by the bytes of an element."""
 _MASKED = 2048
 """What is masked is at most so long: of longer parts only the ends are."""
+_SIDE = 128
+"""Divides the sides of tiles that are regular."""
 _LEAF, _HALVED = 128, 1024
 """In backward, triangles of up to `_HALVED` rows are cut until they have `_LEAF` or fewer."""
+
+
+def are_regular(tiles: Iterable[Tile]) -> bool:
+    """Whether all are full, or causal and square, with sides that 128 divides. Such shapes are a layout's and return with every
+    batch; those of documents do not, and cuDNN builds a graph for each new one."""
+    return all(
+        tile.shape.num_q % _SIDE == tile.shape.num_k % _SIDE == 0 and causal_of(tile.shape) is not None
+        for tile in tiles
+    )
 
 
 def split_by_modes(tile: Tile, dtype: torch.dtype, backward: bool) -> Sequence[Tile]:
@@ -81,11 +92,15 @@ def _split_lower(tile: Tile, backward: bool) -> Sequence[Tile]:
 
 def mode_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[bool, Tensor | None]:
     """`is_causal` and the additive mask for a tile that `split_by_modes` gave."""
-    if not shape.has_hi and not shape.has_lo:
-        return False, None
-    if not shape.has_hi and shape.lo == 0 and shape.num_q == shape.num_k:
-        return True, None
-    return False, _additive_mask(shape, dtype, device)
+    causal = causal_of(shape)
+    return (False, _additive_mask(shape, dtype, device)) if causal is None else (causal, None)
+
+
+def causal_of(shape: Shape) -> bool | None:
+    """`is_causal` of the operator where it has the shape, else None."""
+    if shape.has_hi or (shape.has_lo and (shape.lo != 0 or shape.num_q != shape.num_k)):
+        return None
+    return shape.has_lo
 
 
 @lru_cache(maxsize=16)

@@ -7,8 +7,9 @@ Keys and values travel head by head, `(B, K, R, D)`, as kernels read them fastes
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,32 +28,68 @@ KVGradient = tuple[Gradient, Gradient]
 Group = RankGroup | None
 
 
-@dataclass(frozen=True)
 class Lane:
-    """Where merging happens: on CUDA a stream of its own, so that the next kernel need not wait; else here and now."""
+    """Where merging happens: on CUDA a stream beside the main one, so that the next kernel need not wait; else here and now.
 
-    stream: torch.cuda.Stream | None
+        main   kernel 1 | kernel 2 | kernel 3                 kernel n + 1 waits for merge n - 1: then the memory of tile n - 1
+        lane              merge 1  | merge 2  | merge 3       may be used again, and two tiles at most are held
+
+    CUDA's allocator hands memory out again as soon as the host lets go of it, ordered after what has been launched on the stream
+    that allocated it, and on no other. So memory must not change streams unless it is held until these have met:
+
+    - A tile's results are allocated on main and read on the lane: `after` holds them until main has waited for their merge.
+    - What outlives the call is allocated on main (`home`), whoever writes it first: on the lane it is written after all that main
+      launched before the block, and main sees it after `join`.
+    - What lives and dies on the lane (temporaries, gradients that travel) is allocated there. Hops are posted and waited for in
+      such blocks, so that it is the lane that waits for them.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.stream = stream
+        self._held: tuple[Tensor, ...] = ()
+        if stream is not None:
+            self._main = torch.cuda.current_stream(stream.device)
+            self._ready, self._merged = torch.cuda.Event(), torch.cuda.Event()
 
     @classmethod
     def on(cls, device: torch.device) -> "Lane":
-        return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)
+        return cls(_side_stream(device) if device.type == "cuda" else None)
 
     def after(self, *tensors: Tensor) -> AbstractContextManager[Any]:
-        """A block that runs once the kernels that were launched before it have written `tensors`."""
-        if self.stream is None:
-            return nullcontext()
-        self.stream.wait_stream(torch.cuda.current_stream())
-        for x in tensors:
-            x.record_stream(self.stream)
-        return torch.cuda.stream(self.stream)
+        """A block that runs once the kernels that were launched before it have written `tensors`, which it may let go of."""
+        return nullcontext() if self.stream is None else self._block(self.stream, tensors)
 
-    def join(self, *tensors: Tensor) -> None:
-        """Let what is launched from now on see `tensors`, which were made in such blocks."""
-        if self.stream is None:
-            return
-        torch.cuda.current_stream().wait_stream(self.stream)
-        for x in tensors:
-            x.record_stream(torch.cuda.current_stream())
+    def home(self) -> AbstractContextManager[Any]:
+        """In such a block: allocate what outlives the call."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self._main)
+
+    def join(self) -> None:
+        """Let what is launched from now on see what was made in such blocks."""
+        if self.stream is not None:
+            self._merged.record(self.stream)
+            self._let_go()
+
+    @contextmanager
+    def _block(self, stream: torch.cuda.Stream, tensors: tuple[Tensor, ...]) -> Iterator[None]:
+        if self._held and tensors:
+            self._let_go()
+        self._ready.record(self._main)
+        stream.wait_event(self._ready)
+        with torch.cuda.stream(stream):
+            yield
+        if tensors:
+            self._held = tensors
+            self._merged.record(stream)
+
+    def _let_go(self) -> None:
+        self._main.wait_event(self._merged)
+        self._held = ()
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The lane of a device: one, so that its memory serves every call, and first in line, since a merge is short."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def arriving_rows(
@@ -116,10 +153,12 @@ class ReturningGradients:
     Beside the buffers in use and those that arrive, what came home is added to `home` once the next stage is computed.
     """
 
-    def __init__(self, work: RankPlan, own: Rows, group: Group, meter: Call) -> None:
+    def __init__(self, work: RankPlan, own: Rows, group: Group, meter: Call, lane: Lane) -> None:
         self._work, self._like, self._group, self._meter = work, own, group, meter
         self._arriving = self._homing = _Incoming(Flight())
-        self.home = (Gradient(own[0], own[0].shape[2]), Gradient(own[1], own[1].shape[2]))
+        self._adopts = lane.stream is None  # else a tile's memory is main's, and what travels is the lane's
+        keys, values = (Gradient(x, x.shape[2], home=lane.home) for x in own)
+        self.home = (keys, values)
         self.here: list[KVGradient] = [self.home]
         self._collective = self.home[0].buffer(0) if work.means == "collective" else None
 
@@ -160,7 +199,8 @@ class ReturningGradients:
         incoming = _Incoming(Flight())
         self.here = []
         for step in following.steps if following is not None else ():
-            gradients = (Gradient(self._like[0], step.rows), Gradient(self._like[1], step.rows))
+            keys, values = (Gradient(x, step.rows, adopts=self._adopts) for x in self._like)
+            gradients = (keys, values)
             self.here.append(gradients)
             if step.grad_recv is not None:
                 self._receive(onwards, step.grad_recv, gradients, incoming, in_place=True)

@@ -1,7 +1,8 @@
 """PyTorch's own flash attention with its log-sum-exp: private aten operators, kept in this one file.
 
     CPU    `_scaled_dot_product_flash_attention_for_cpu`: full, causal for square tiles, or an additive mask, which is slow
-    CUDA   `_flash_attention_forward`: full, causal and bands (a window aligned to the bottom right)
+    CUDA   `_flash_attention_forward`: full, causal and bands (a window aligned to the bottom right). FlashAttention-2 on every
+           device, Hopper included, unless the program itself activated another (`activate_flash_attention_impl`)
 
 Both take grouped heads as they are. Tests hold each mode against plain math; the CUDA calls through a stand-in.
 """
@@ -10,17 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
+from longspan.attention.capability import AMPERE, capability
 from longspan.attention.masked import mode_of, split_by_modes
 from longspan.attention.modes import own_kernel
 from longspan.attention.scores import ScoreChange
-from longspan.attention.windows import (
-    heads_first,
-    rows_first,
-    sequences,
-    shows,
-    split_for_windows,
-    window_of,
-)
+from longspan.attention.windows import flash_backward, flash_forward, shows, split_for_windows, window_of
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -50,6 +45,8 @@ class SdpaKernel:
             return f"flash attention on {q.device.type} takes {', '.join(str(d) for d in known)}, not {q.dtype}"
         if q.device.type == "cuda" and (q.shape[3] > 256 or q.shape[3] % 8):
             return f"flash attention on cuda takes head dims that 8 divides up to 256, not {q.shape[3]}"
+        if q.device.type == "cuda" and capability(q.device)[0] < AMPERE:
+            return "flash attention on cuda begins with Ampere (compute capability 8.0)"
         return None
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
@@ -108,34 +105,10 @@ def _as_rows(x: Tensor, num: int) -> Tensor:
 
 
 def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
-    left, right = window_of(shapes[0])
-    q, k, v = (rows_first(x, shapes) for x in (q, k, v))
-    out, lse, *_ = aten._flash_attention_forward(
-        q,
-        k,
-        v,
-        *sequences(shapes, q.device),
-        0.0,
-        False,
-        False,
-        scale=scale,
-        window_size_left=left,
-        window_size_right=right,
-    )
-    return heads_first(out, shapes), lse if len(shapes) == 1 else lse[None]
+    return flash_forward(aten._flash_attention_forward, q, k, v, shapes, scale)
 
 
 def _cuda_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Sequence[Shape], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    left, right = window_of(shapes[0])
-    dout, q, k, v, out = (rows_first(x, shapes) for x in (dout, q, k, v, out))
-    lse = lse.contiguous() if len(shapes) == 1 else lse[0].contiguous()
-    # Without dropout the random state is not read, but the operator wants its two tensors.
-    unused = torch.empty(0, dtype=torch.int64, device=q.device)
-    grads = aten._flash_attention_backward(
-        dout, q, k, v, out, lse, *sequences(shapes, q.device), 0.0, False, unused, unused,
-        scale=scale, window_size_left=left, window_size_right=right,
-    )  # fmt: skip
-    dq, dk, dv = (heads_first(grad, shapes) for grad in grads)
-    return dq, dk, dv
+    return flash_backward(aten._flash_attention_backward, dout, q, k, v, out, lse, shapes, scale)

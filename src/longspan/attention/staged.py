@@ -295,7 +295,7 @@ class _Layer:
             self._project_back(local, gradient)
 
     def _kernel(self, exchange: HeadExchange, q: Tensor, kv: _KV) -> Kernel:
-        kernel = choose_kernel(self.share.kernel, q, *kv.rows)
+        kernel = choose_kernel(self.share.kernel, q, *kv.rows, regular=self.share.regular)
         exchange.meter.kernel = kernel.name
         return GroupedKernel.of(kernel, exchange.share)
 

@@ -3,19 +3,25 @@
 B batch, H query heads, K KV heads, T slots of this rank, D head dim
 """
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 
 from longspan.attention.merge import accumulation_dtype, merge_, merge_sink_
 from longspan.plan import Runs
 
 Tensor = torch.Tensor
+Home = Callable[[], AbstractContextManager[Any]]
+"""A context in which memory that stays is allocated: `Lane.home`."""
 
 
 class Output:
     """The attention output of this rank's queries so far, `(B, H, T, Dv)` and `(B, H, T)`, merged in place."""
 
-    def __init__(self, q: Tensor, v: Tensor) -> None:
-        self._like = q
+    def __init__(self, q: Tensor, v: Tensor, home: Home = nullcontext) -> None:
+        self._like, self._home = q, home
         self._shape = (*q.shape[:3], v.shape[3])
         self._sum: tuple[Tensor, Tensor] | None = None
         self._begun = 0  # no later row has been merged
@@ -48,28 +54,35 @@ class Output:
 
     def _wide(self) -> tuple[Tensor, Tensor]:
         wide = accumulation_dtype(self._like.dtype)
-        if self._sum is None:
-            return (
-                self._like.new_zeros(self._shape, dtype=wide),
-                self._like.new_full(self._shape[:3], float("-inf"), dtype=wide),
-            )
-        return self._sum[0].to(wide), self._sum[1]
+        if self._sum is not None and self._sum[0].dtype == wide:
+            return self._sum
+        with self._home():
+            if self._sum is not None:
+                out, lse = torch.empty_like(self._sum[0], dtype=wide), self._sum[1]
+            else:
+                out, lse = (self._like.new_empty(shape, dtype=wide) for shape in (self._shape, self._shape[:3]))
+        if self._sum is not None:
+            return out.copy_(self._sum[0]), lse
+        return out.zero_(), lse.fill_(float("-inf"))
 
 
 class Gradient:
     """A sum of tile gradients, rows first, in at least fp32. The first tile is taken as it is where it covers all rows."""
 
-    def __init__(self, like: Tensor, rows: int) -> None:
-        """For `rows` rows of a tensor like `like (B, K, *, D)`."""
+    def __init__(self, like: Tensor, rows: int, home: Home = nullcontext, adopts: bool = True) -> None:
+        """For `rows` rows of a tensor like `like (B, K, *, D)`. `home`: where the sum is allocated; `adopts`: whether a tile may
+        become the sum."""
         B, K, _, D = like.shape
-        self._like, self._shape = like, (rows, B, K, D)
+        self._like, self._shape, self._home, self._adopts = like, (rows, B, K, D), home, adopts
+        self._wide = accumulation_dtype(like.dtype)
         self._sum: Tensor | None = None
 
     def add(self, start: int, stop: int, part: Tensor) -> None:
         """Add `part (B, K, stop - start, D)` to those rows."""
         part = part.permute(2, 0, 1, 3)
         if self._sum is None and stop - start == self._shape[0]:
-            self._sum = part.to(accumulation_dtype(part.dtype)).contiguous()
+            as_it_is = self._adopts and part.dtype == self._wide and part.is_contiguous()
+            self._sum = part if as_it_is else self._empty().copy_(part)
         else:
             self.rows()[start:stop] += part
 
@@ -81,13 +94,17 @@ class Gradient:
 
     def buffer(self, rows: int) -> Tensor:
         """Room for that many rows, like those of the sum."""
-        return self._like.new_empty(rows, *self._shape[1:], dtype=accumulation_dtype(self._like.dtype))
+        return self._like.new_empty(rows, *self._shape[1:], dtype=self._wide)
 
     def rows(self) -> Tensor:
         """The sum so far, `(T, B, K, D)`."""
         if self._sum is None:
-            self._sum = self._like.new_zeros(self._shape, dtype=accumulation_dtype(self._like.dtype))
+            self._sum = self._empty().zero_()
         return self._sum
+
+    def _empty(self) -> Tensor:
+        with self._home():
+            return self._like.new_empty(self._shape, dtype=self._wide)
 
     def finish(self, partial: bool = False) -> Tensor:
         """`(B, K, T, D)` in the type of the input, or as wide as it is if it is `partial`, a term of a sum."""

@@ -7,9 +7,10 @@
 Heads come before rows here, `(B, H, T, D)`; there rows before heads, `(B, T, H, D)`, or `(T, H, D)` for several sequences.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -46,6 +47,45 @@ def shows(window: Window, shape: Shape) -> bool:
     beyond = (shape.num_k - 1, shape.num_q - 1)
     own = window_of(shape)
     return all(w == o or (o is None and w is not None and w >= b) for w, o, b in zip(window, own, beyond, strict=True))
+
+
+def flash_forward(
+    operator: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Out and lse by an operator that is called as `aten._flash_attention_forward` is."""
+    left, right = window_of(shapes[0])
+    q, k, v = (rows_first(x, shapes) for x in (q, k, v))
+    out, lse, *_ = operator(
+        q, k, v, *sequences(tuple(shapes), q.device), 0.0, False, False,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return heads_first(out, shapes), lse if len(shapes) == 1 else lse[None]
+
+
+def flash_backward(
+    operator: Callable[..., Any],
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    shapes: Sequence[Shape],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk, dv by an operator that is called as `aten._flash_attention_backward` is. It adds atomically, in any order, unless
+    torch's deterministic algorithms are on, which it looks up itself."""
+    left, right = window_of(shapes[0])
+    dout, q, k, v, out = (rows_first(x, shapes) for x in (dout, q, k, v, out))
+    lse = lse.contiguous() if len(shapes) == 1 else lse[0].contiguous()
+    # Without dropout the random state is not read, but the operator wants its two tensors.
+    unused = torch.empty(0, dtype=torch.int64, device=q.device)
+    grads = operator(
+        dout, q, k, v, out, lse, *sequences(tuple(shapes), q.device), 0.0, False, unused, unused,
+        scale=scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    dq, dk, dv = (heads_first(grad, shapes) for grad in grads)
+    return dq, dk, dv
 
 
 def rows_first(x: Tensor, shapes: Sequence[Shape]) -> Tensor:

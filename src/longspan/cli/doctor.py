@@ -10,11 +10,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
+from torch.nn.attention import current_flash_attention_impl
 
-from longspan.attention.kernel import KERNELS
+from longspan.attention.capability import capability
+from longspan.attention.kernel import KERNELS, choose_auto
 from longspan.plan import Shape
 
 _PACKAGES = ("longspan", "torch", "numpy", "pyarrow", "tokenizers", "safetensors", "matplotlib", "transformers")
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @click.command()
@@ -27,6 +30,7 @@ def doctor(as_json: bool) -> None:
         "cuda_devices": torch.cuda.device_count(),
         "backends": {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()},
         "packages": {name: _version(name) for name in _PACKAGES},
+        "attention": attention(),
         "kernels": kernels(),
     }
     if as_json:
@@ -39,11 +43,43 @@ def doctor(as_json: bool) -> None:
     Console(highlight=False).print(table)
 
 
+def attention() -> dict[str, str]:
+    """For each device and type: the kernel that "auto" takes for attention of head dim 128, and why not a faster one."""
+    found = {}
+    for name, device in _devices().items():
+        for dtype in _DTYPES:
+            q = torch.empty(1, 1, 128, 128, dtype=dtype, device=device)
+            kernel, passed_over = choose_auto(q, q, q, regular=True)
+            if device.type == "cpu":
+                text = kernel
+            else:
+                others, _ = choose_auto(q, q, q)
+                text = kernel if kernel == others else f"{kernel} for full and causal tiles, else {others}"
+                text = "; ".join([_described(text), *(f"not {faster}: {why}" for faster, why in passed_over.items())])
+            found[f"{name} {str(dtype).removeprefix('torch.')}"] = text
+    return found
+
+
+def _described(text: str) -> str:
+    """With what `sdpa` is on CUDA: FlashAttention-2, unless the program activated another."""
+    active = current_flash_attention_impl() or "FlashAttention-2"
+    return text.replace("sdpa", f"sdpa ({active})")
+
+
+def _devices() -> dict[str, torch.device]:
+    devices = {"cpu": torch.device("cpu")}
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        major, minor = capability(device)
+        devices[f"cuda:{index} ({torch.cuda.get_device_name(device)}, {major}.{minor})"] = device
+    return devices
+
+
 def kernels() -> dict[str, str]:
     """For each kernel, device and type: "runs", or why it does not; found by running one small tile forward and backward."""
     found = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for dtype in _DTYPES:
             q = torch.randn(1, 2, 8, 16).to(device, dtype)
             for name, kernel in KERNELS.items():
                 found[f"{name} {device} {str(dtype).removeprefix('torch.')}"] = kernel.refusal(q, q, q) or _try(name, q)

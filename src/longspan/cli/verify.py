@@ -10,9 +10,10 @@ from rich.table import Table
 
 from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, spinner
+from longspan.comm.devices import device_type
 from longspan.train.config import ParallelConfig, load_config
 from longspan.train.monitor import json_line
-from longspan.verify.config import VerifyConfig
+from longspan.verify.config import VerifyConfig, default_dtypes
 from longspan.verify.cut import describe_cut
 from longspan.verify.judge import EXACT, Verdict
 from longspan.verify.run import verify as run_verification
@@ -28,7 +29,9 @@ from longspan.verify.run import verify as run_verification
     multiple=True,
     help="none, bf16, fp8 for keys and values on the way; repeatable. Default: the file's.",
 )
-@click.option("--dtype", multiple=True, help="fp64, fp32, bf16, fp16; repeatable. Default: fp64 and fp32.")
+@click.option(
+    "--dtype", multiple=True, help="fp64, fp32, bf16, fp16; repeatable. Default: fp32, the file's and, on CPU, fp64."
+)
 @click.option("--steps", default=2, show_default=True, help="Optimizer steps to replay.")
 @click.option("--layers", type=int, help="Cut the model to this many layers, with every kind of mask. Default: all.")
 @click.option("--tokens", type=int, help="Cut rows to this many tokens. Default: the file's.")
@@ -60,7 +63,7 @@ def verify(
         "layouts": layout or (run.parallel.layout,),
         "routes": route or (run.parallel.route,),
         "wire_dtypes": [None if name == "none" else name for name in wire_dtype] or (run.parallel.wire_dtype,),
-        "dtypes": dtype or ("fp64", "fp32"),
+        "dtypes": dtype or default_dtypes(run.dtype, device_type(run.parallel.device)),
         "steps": steps,
         "layers": layers,
         "tokens": tokens,

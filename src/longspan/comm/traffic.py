@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from longspan.plan import share_of_heads
 
 Phase = Literal["forward", "backward"]
 Activity = Literal["kernels", "waiting", "merging"]
+Timed = Literal["all", "waiting"]
 
 _recorders: list["Calls"] = []
 """The lists that `record()` has open, innermost last. The one piece of state that attention calls look at."""
@@ -43,16 +45,30 @@ class WallClock:
 
 
 class StreamClock:
-    """Events in the current CUDA stream: the time of the device, for calls that return before their work is done."""
+    """Events in the current CUDA stream: the time of the device, for calls that return before their work is done. Events that are
+    given back to `spare` are used again."""
+
+    def __init__(self) -> None:
+        self.spare: list[torch.cuda.Event] = []
 
     def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
+        event = self.spare.pop() if self.spare else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
+
+
+class NoClock:
+    """For what nobody asked for: costs nothing, and knows no time."""
+
+    def now(self) -> None:
+        return None
+
+    def seconds(self, start: None, end: None) -> float:
+        return float("nan")
 
 
 class Interval(NamedTuple):
@@ -70,7 +86,7 @@ class Call:
 
     Bytes count payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per batch row and as
     pairs on all heads; `blocks`, counted alike, are those of 128 x 128 of the tiles that were computed. `rows_received` counts
-    KV rows. On CUDA, seconds are the device's and wait for it when they are read.
+    KV rows. On CUDA, seconds are the device's and wait for it when they are read; those that nobody asked for are NaN.
     """
 
     phase: Phase
@@ -78,6 +94,9 @@ class Call:
     kernel: str
     rank: int
     clock: Clock = field(default_factory=WallClock, repr=False)
+    """Marks what is timed in detail: activities and hops."""
+    outer_clock: Clock | None = field(default=None, repr=False)
+    """Marks the call as a whole and its waits; None: `clock`."""
     bytes_sent: int = 0
     bytes_received: int = 0
     rows_received: int = 0
@@ -97,13 +116,41 @@ class Call:
     @contextmanager
     def spend(self, activity: Activity) -> Iterator[None]:
         """Count the time of the block as spent on `activity`."""
-        start = self.clock.now()
+        clock = self._outer if activity == "waiting" else self.clock
+        start = clock.now()
         yield
-        self.intervals.append(Interval(activity, start, self.clock.now()))
+        if start is not None:
+            self.intervals.append(Interval(activity, start, clock.now()))
 
     def flew(self, start: Any, num_bytes: int) -> None:
         """A hop posted at `start` is known to have arrived now."""
-        self.intervals.append(Interval("hop", start, self.clock.now(), num_bytes))
+        if start is not None:
+            self.intervals.append(Interval("hop", start, self.clock.now(), num_bytes))
+
+    def open(self) -> None:
+        self.unix_start, self.start = time.time(), self._outer.now()
+
+    def close(self) -> None:
+        self.end = self._outer.now()
+
+    def settle(self) -> None:
+        """Read the device's marks, whose end has been waited for, and give the events back: from now on seconds are numbers."""
+        clock = self._outer
+        if not isinstance(clock, StreamClock) or self.end is None:
+            return
+        marks = [self.start, self.end, *(mark for one in self.intervals for mark in (one.start, one.end))]
+        start, end, *others = (self.start.elapsed_time(mark) / 1e3 if mark is not self.start else 0.0 for mark in marks)
+        clock.spare += marks
+        self.start, self.end, self.outer_clock = start, end, WallClock()
+        self.intervals = [
+            one._replace(start=a, end=b) for one, a, b in zip(self.intervals, others[::2], others[1::2], strict=True)
+        ]
+        if isinstance(self.clock, StreamClock):
+            self.clock = self.outer_clock
+
+    @property
+    def _outer(self) -> Clock:
+        return self.outer_clock or self.clock
 
     @property
     def pairs(self) -> float:
@@ -115,7 +162,7 @@ class Call:
 
     @property
     def seconds_total(self) -> float:
-        return self.clock.seconds(self.start, self.end)
+        return self._outer.seconds(self.start, self.end)
 
     @property
     def seconds_kernels(self) -> float:
@@ -132,6 +179,8 @@ class Call:
     @property
     def seconds_communication(self) -> float:
         """Time in which a hop was under way: posted, and not yet found to have arrived. Hops side by side count once."""
+        if isinstance(self.clock, NoClock):
+            return float("nan")
         total = reached = 0.0
         for start, end in sorted(self._spans("hop")):
             total += max(0.0, end - max(start, reached))
@@ -167,17 +216,32 @@ class Call:
         return {"name": name, "ph": "X", **place, "args": values}
 
     def _span(self, interval: Interval) -> tuple[float, float]:
-        return self.clock.seconds(self.start, interval.start), self.clock.seconds(self.start, interval.end)
+        return self._outer.seconds(self.start, interval.start), self._outer.seconds(self.start, interval.end)
 
     def _spans(self, name: str) -> list[tuple[float, float]]:
         return [self._span(interval) for interval in self.intervals if interval.name == name]
 
     def _seconds(self, name: str) -> float:
-        return sum(self.clock.seconds(i.start, i.end) for i in self.intervals if i.name == name)
+        clock = self._outer if name == "waiting" else self.clock
+        if isinstance(clock, NoClock):
+            return float("nan")
+        return sum(clock.seconds(i.start, i.end) for i in self.intervals if i.name == name)
 
 
 class Calls(list[Call]):
     """The calls of this process, in the order in which they began."""
+
+    timed: Timed = "all"
+
+    def settle(self) -> None:
+        """Read what was timed on a device at once, after one wait for the last call: then nothing waits when it is read."""
+        on_device = [call for call in self if isinstance(call._outer, StreamClock) and call.end is not None]
+        if on_device:
+            on_device[-1].end.synchronize()
+        for call in on_device:
+            if not call.end.query():  # on another stream than the last
+                call.end.synchronize()
+            call.settle()
 
     def save_trace(self, path: str | Path) -> None:
         """Write a trace that chrome://tracing and ui.perfetto.dev open: a process per rank; calls, work, hops below each other.
@@ -195,23 +259,48 @@ class Calls(list[Call]):
 
 
 @contextmanager
-def record() -> Iterator[Calls]:
-    """Collect a `Call` for every attention call and phase of this process that starts inside the block, backward included."""
+def record(timed: Timed = "all") -> Iterator[Calls]:
+    """Collect a `Call` for every attention call and phase of this process that starts inside the block, backward included.
+
+    On CUDA a time costs two events. "waiting" takes those of each call and of each wait in it alone, 2 + 2 a wait, from a pool,
+    and reads all of them when the block ends, after one wait for the device; seconds in kernels, merging and communication are
+    then NaN. On CPU everything is timed.
+    """
     calls = Calls()
+    calls.timed = timed
     _recorders.append(calls)
     try:
         yield calls
     finally:
         # By identity: two recorders with equal contents are still two.
         _recorders[:] = [other for other in _recorders if other is not calls]
+    if timed != "all":
+        calls.settle()
 
 
 @contextmanager
 def call(phase: Phase, route: str, kernel: str, rank: int, device: torch.device) -> Iterator[Call]:
     """Open a `Call` and hand it to every recorder."""
-    entry = Call(phase, route, kernel, rank, StreamClock() if device.type == "cuda" else WallClock())
+    entry = Call(phase, route, kernel, rank, *_clocks(device))
     for calls in _recorders:
         calls.append(entry)
-    entry.unix_start, entry.start = time.time(), entry.clock.now()
+    entry.open()
     yield entry
-    entry.end = entry.clock.now()
+    entry.close()
+
+
+def _clocks(device: torch.device) -> tuple[Clock, Clock]:
+    """For what is timed in detail, and for the call and its waits: on CUDA as much as the recorders ask for."""
+    if device.type != "cuda":
+        clock = WallClock()
+        return clock, clock
+    if any(calls.timed == "all" for calls in _recorders):
+        events = StreamClock()
+        return events, events
+    return NoClock(), _pooled(device) if _recorders else NoClock()
+
+
+@cache
+def _pooled(device: torch.device) -> StreamClock:
+    """The events of a device that runs use again and again."""
+    return StreamClock()

@@ -64,7 +64,7 @@ class ParallelConfig(_Record):
     costs: Path | None = None
     """What `longspan bench calibrate` measured on this cluster: for route "auto", and for layout "balanced", which then keeps
     documents whole that are too short for a cut to pay."""
-    kernel: Literal["auto", "sdpa", "flash2", "cudnn", "flex", "reference"] = "auto"
+    kernel: Literal["auto", "flash3", "cudnn", "sdpa", "flash2", "efficient", "flex", "reference"] = "auto"
     slots_multiple_of: Positive | None = None
     """Pad each rank's local length with dead slots to a multiple; None: exact lengths."""
     wrapper: Literal["fsdp", "ddp"] = "fsdp"

@@ -169,7 +169,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
     with Monitor(config.run_dir, config.steps, done, writes=rank == 0, quiet=quiet, watch=watch) as monitor:
         for index in range(done, config.steps):
             began = time.perf_counter()
-            with record() as calls:
+            with record("waiting") as calls:
                 batches = [next(loader) for _ in range(config.accumulation)]
                 result = step(batches, index)
             check_finite(result, index + 1, config.dtype, step.scale.value)

@@ -16,6 +16,13 @@ def _check_some(values: tuple[T, ...]) -> tuple[T, ...]:
     return values
 
 
+def default_dtypes(dtype: Dtype, device_type: str) -> tuple[Dtype, ...]:
+    """The types in which to verify a run of type `dtype`: its own, and fp32, whose tolerance is small. On CPU fp64 too, whose
+    rounding hides nothing: there the same kernel computes it. On a GPU fp64 would verify a kernel that no run uses."""
+    exact: tuple[Dtype, ...] = ("fp64",) if device_type == "cpu" else ()
+    return tuple(dict.fromkeys((*exact, "fp32", dtype)))
+
+
 class VerifyConfig(BaseModel):
     """The cases of a verification: every degree x layout x route x type x type on the wire."""
 
