@@ -66,11 +66,14 @@ def _measure(case: Case, name: str, attend: Attend, quick: bool) -> Figures:
         "both_ms": total["ours"],
         "auto_takes": choose_kernel("auto", *case.inputs[:3]).name,
         "over_sdpa": total["ours"] / total["sdpa"],
-        **speed(flops, total["ours"]),
+        **speed(flops, total["ours"], case.device, case.inputs[0].dtype),
         "peak_mib": peak_mib(runs["ours"], case.device),
         "sdpa_forward_ms": alone["sdpa"],
         "sdpa_both_ms": total["sdpa"],
-        **{f"sdpa_{key}": value for key, value in speed(flops, total["sdpa"]).items()},
+        **{
+            f"sdpa_{key}": value
+            for key, value in speed(flops, total["sdpa"], case.device, case.inputs[0].dtype).items()
+        },
         "sdpa_peak_mib": peak_mib(runs["sdpa"], case.device),
         "sdpa_backend": case.backend,
     }

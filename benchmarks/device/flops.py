@@ -1,10 +1,14 @@
-"""FLOPs of attention and of a step, visible pairs only; the one place where a speed is made of them."""
+"""FLOPs of attention, visible pairs only, and speeds made of FLOPs. Those of a step are in `longspan.train.flops`."""
+
+import torch
 
 from benchmarks.device.rows import Figures
-from longspan.model import ModelConfig
+from longspan.train.flops import peak_flops
+from longspan.train.model import DTYPES
 
 FORWARD, BACKWARD = 4, 10
 """A visible pair, head and dim: two products of matrices; in backward five, one of which computes the scores again."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def attention_flops(pairs: int, num_heads: int, head_dim: int) -> int:
@@ -12,11 +16,9 @@ def attention_flops(pairs: int, num_heads: int, head_dim: int) -> int:
     return (FORWARD + BACKWARD) * pairs * num_heads * head_dim
 
 
-def step_flops(model: ModelConfig, tokens: int, pairs: int) -> int:
-    """6 x parameters a token, and attention's products, of which none counts twice: 12 a pair, head and dim of each layer."""
-    return 6 * model.num_parameters * tokens + 12 * pairs * model.num_layers * model.num_heads * model.head_dim
-
-
-def speed(flops: int, milliseconds: float) -> Figures:
-    """What a row says of a speed."""
-    return {"tflops": flops / milliseconds / 1e9}
+def speed(flops: int, milliseconds: float, device: torch.device, dtype: torch.dtype) -> Figures:
+    """What a row says of a speed; with the part of the device's peak, where that is known."""
+    found: Figures = {"tflops": flops / milliseconds / 1e9}
+    if device.type == "cuda" and (peak := peak_flops(torch.cuda.get_device_name(device), _NAMES[dtype])) is not None:
+        found["of_peak"] = 1e3 * flops / milliseconds / peak
+    return found

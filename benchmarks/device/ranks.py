@@ -1,8 +1,8 @@
 """Stage 3: two or more ranks, every route: results against fp64, bytes against the plan, time in kernels and in waiting.
 
 several GPUs     NCCL, one rank a GPU
-one GPU          gloo with CUDA tensors: NCCL refuses two ranks on a device. gloo takes CUDA tensors in collectives and not
-                 in send and receive, so that routes which send are expected to fail here with gloo's own words
+one GPU          the transport in memory, ranks as threads: NCCL refuses two ranks on a device, and gloo sends no CUDA tensor.
+                 One rank runs at a time, so its times say nothing of communication
 CPU              gloo
 """
 
@@ -21,6 +21,9 @@ from benchmarks.device.case import Case, both
 from benchmarks.device.clock import settle
 from benchmarks.device.rows import Check, Figures, Options
 from longspan import ContextParallel, record
+from longspan.comm import memory
+from longspan.comm.gather import stack
+from longspan.comm.groups import RankGroup, rank_and_size
 from longspan.comm.launch import launch
 from longspan.plan import Phase
 
@@ -46,12 +49,16 @@ def world(device: str) -> tuple[int, str]:
     """How many ranks, and by what they talk."""
     if device == "cuda" and torch.cuda.device_count() >= 2:
         return min(torch.cuda.device_count(), MOST), "nccl"
-    return 2, "gloo" if device == "cpu" else "gloo on one GPU"
+    return 2, "gloo" if device == "cpu" else "memory"
 
 
 def ranks_on_one_device(function: Callable[..., Any], ranks: int, device: str, *arguments: Any) -> list[Any]:
     """`function(group, rank, device, *arguments)` on every rank; what each returned. With as many GPUs as ranks, on one each."""
-    results: list[Any] = launch(_enter, (function, device, world(device)[1] == "nccl", arguments), ranks)
+    how = world(device)[1]
+    if how == "memory":
+        own = place(0, device, nccl=False)
+        return memory.run(ranks, function, own, *arguments, world=memory.MemoryWorld(ranks, device=own))
+    results: list[Any] = launch(_enter, (function, device, how == "nccl", arguments), ranks)
     return results
 
 
@@ -86,25 +93,23 @@ def _case(options: Options, device: torch.device, ranks: int) -> Case:
     return Case(tuple(part * eighth for part in parts), *shape)
 
 
-def _route(
-    group: dist.ProcessGroup, rank: int, device: torch.device, route: str, options: Options
-) -> tuple[float, Figures]:
+def _route(group: RankGroup, rank: int, device: torch.device, route: str, options: Options) -> tuple[float, Figures]:
     """This rank's error over what it may be, and figures."""
-    case = _case(options, device, dist.get_world_size(group))
+    _, size = rank_and_size(group)
+    case = _case(options, device, size)
     cp = ContextParallel(group, layout="zigzag", route=route, heads=case.heads)
     with cp.sequence(case.mask) as sequence:
         q, k, v, dout = (sequence.shard(x, 2) for x in (*case.inputs[:3], case.dout))
         run = both(sequence.attention, (q, k, v, dout))
         run()  # the ranks compare their plans in the first call
-        with record() as calls:
+        with record() as everyone:
             local = run()
+        calls = [call for call in everyone if call.rank == rank]  # threads see each other's
         sent: dict[Phase, int] = {call.phase: call.bytes_sent for call in calls}
         planned = {phase: sequence.plans["full"].bytes(rank, phase, case.head_dim, q.itemsize) for phase in sent}
         assert sent == planned, f"bytes sent {sent}, planned {planned}"
         error = case.error_of([sequence.unshard(x, 2) for x in local])
-        errors: list[float] = [0.0] * cp.size
-        dist.all_gather_object(errors, error, group)
-        if not max(errors) <= 1:
+        if not max(_everyone(error, group)) <= 1:
             return error, {}
         whole = _milliseconds(both(case.sdpa, case.inputs) if rank == 0 else lambda: (), group, device)
         ours = _milliseconds(run, group, device)
@@ -121,16 +126,20 @@ def _route(
     }
 
 
-def _milliseconds(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+def _everyone(value: float, group: RankGroup) -> list[float]:
+    """What each rank gave. No rank goes on before all are here."""
+    found: list[float] = stack(torch.tensor(value, dtype=torch.float64), group).tolist()
+    return found
+
+
+def _milliseconds(run: Callable[[], Any], group: RankGroup, device: torch.device) -> float:
     """Median of the slowest rank's time, all starting together."""
     found = []
     for _ in range(5):
         settle(device)
-        dist.barrier(group)
+        _everyone(0.0, group)
         start = time.perf_counter()
         run()
         settle(device)
-        seconds: list[float] = [0.0] * dist.get_world_size(group)
-        dist.all_gather_object(seconds, time.perf_counter() - start, group)
-        found.append(1e3 * max(seconds))
+        found.append(1e3 * max(_everyone(time.perf_counter() - start, group)))
     return statistics.median(found)

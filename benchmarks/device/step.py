@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.device.clock import peak_mib, settle, times
 from benchmarks.device.errors import of_limit
-from benchmarks.device.flops import speed, step_flops
+from benchmarks.device.flops import speed
 from benchmarks.device.rows import Check, Figures, Options
 from longspan import Mask
 from longspan.comm.launch import join_world, launch, leave_world
@@ -26,6 +26,7 @@ from longspan.data import Batch
 from longspan.model import Decoder
 from longspan.plan import Topology
 from longspan.train.config import TrainConfig, load_config
+from longspan.train.flops import step_flops
 from longspan.train.model import DTYPES, make_model
 from longspan.train.optim import LossScale, make_optimizer, update
 from longspan.train.parallel import decoder_of, make_stages
@@ -54,7 +55,9 @@ def trace_checks(options: Options) -> Iterator[Check]:
 
 def in_a_world(function: Callable[..., Any], options: Options) -> Any:
     """`function(options, meshes)` in a world of this rank alone."""
-    meshes = join_world(Topology(dp=1, cp=1), timedelta(minutes=2), threads=1 if options.quick else None)
+    meshes = join_world(
+        Topology(dp=1, cp=1), timedelta(minutes=2), threads=1 if options.quick else None, device=options.device
+    )
     try:
         return function(options, meshes)
     finally:
@@ -64,7 +67,8 @@ def in_a_world(function: Callable[..., Any], options: Options) -> Any:
 def step_config(options: Options) -> TrainConfig:
     """135 million parameters in bf16 on a GPU; else the demo's."""
     model = [] if options.quick or options.device == "cpu" else [f"model.{part}" for part in _BIG.split()]
-    return load_config(DEMO, [*model, "parallel.cp=1", f"dtype={'bf16' if model else 'fp32'}"])
+    parallel = ["parallel.cp=1", f"parallel.device={options.device}"]
+    return load_config(DEMO, [*model, *parallel, f"dtype={'bf16' if model else 'fp32'}"])
 
 
 def make_batch(config: TrainConfig, lengths: Sequence[int]) -> Batch:
@@ -140,15 +144,16 @@ def _compare(options: Options, meshes: Meshes) -> tuple[float, Figures]:
     row = make_batch(config, _lengths(options))
     runs = {"ours": lambda: ours([row], 0), "sdpa": lambda: plain(row)}
     found = times(runs, device, options.quick)
-    flops = step_flops(ours.model_config, row.seq_len, Mask.documents(row.lengths).area)
+    model, dtype = ours.model_config, DTYPES[config.dtype]
+    flops = step_flops(model, row.seq_len, model.num_layers * Mask.documents(row.lengths).area)
     return error, {
         "step_ms": found["ours"],
         "over_sdpa": found["ours"] / found["sdpa"],
         "tokens_per_second": 1e3 * row.seq_len / found["ours"],
-        **speed(flops, found["ours"]),
+        **speed(flops, found["ours"], device, dtype),
         "peak_mib": peak_mib(runs["ours"], device),
         "sdpa_step_ms": found["sdpa"],
-        **{f"sdpa_{key}": value for key, value in speed(flops, found["sdpa"]).items()},
+        **{f"sdpa_{key}": value for key, value in speed(flops, found["sdpa"], device, dtype).items()},
         "sdpa_peak_mib": peak_mib(runs["sdpa"], device),
     }
 

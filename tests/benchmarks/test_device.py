@@ -12,7 +12,7 @@ import torch
 from benchmarks.device import __main__, attention, clock, compiled, kernels, ranks, stage, step
 from benchmarks.device.case import Case, both
 from benchmarks.device.errors import NOISE, of_limit
-from benchmarks.device.flops import attention_flops, speed, step_flops
+from benchmarks.device.flops import attention_flops, speed
 from benchmarks.device.page import chart, page
 from benchmarks.device.record import Record
 from benchmarks.device.rows import Check, NotHereError, Options, Row, run_check, run_stage
@@ -21,7 +21,6 @@ from click.testing import CliRunner
 from longspan.attention import flex
 from longspan.attention.sdpa import SdpaKernel
 from longspan.comm.meshes import Meshes
-from longspan.model import ModelConfig
 from longspan.plan import Topology
 from tests.attention.test_flex import Anywhere, StandIn
 from tests.oracle import Inputs, dense_attention
@@ -221,11 +220,14 @@ def test_attention_by_length_beside_sdpa(monkeypatch):
 
 
 def test_flops_are_counted_by_hand():
-    model = ModelConfig(vocab_size=10, width=8, num_layers=2, num_heads=2, num_kv_heads=1, ffn_width=4)
     assert attention_flops(pairs=3, num_heads=2, head_dim=4) == (4 + 10) * 3 * 2 * 4
-    # Embedding and head 2 x 80; a layer: q and o 64 each, k and v 32 each, MLP 3 x 32, norms 16; the last norm 8.
-    assert step_flops(model, tokens=5, pairs=7) == 6 * (160 + 2 * (192 + 96 + 16) + 8) * 5 + 12 * 7 * 2 * 2 * 4
-    assert speed(2 * 10**12, milliseconds=500.0) == {"tflops": 4.0}
+    assert speed(2 * 10**12, 500.0, CPU, torch.bfloat16) == {"tflops": 4.0}
+
+
+def test_a_known_device_has_a_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    found = speed(989 * 10**12, 2000.0, torch.device("cuda", 0), torch.bfloat16)
+    assert found == {"tflops": 494.5, "of_peak": 0.5}
 
 
 def test_times_on_a_gpu_are_by_events(monkeypatch):
@@ -340,15 +342,23 @@ def test_two_ranks_on_a_route(route):
     assert figures["speed_up"] == figures["sdpa_one_rank_ms"] / figures["both_ms"]
 
 
+def test_ranks_on_one_gpu_are_threads(monkeypatch):
+    monkeypatch.setattr(ranks, "world", lambda device: (2, "memory"))
+    monkeypatch.setattr(ranks, "place", lambda rank, device, nccl: CPU)
+    found = ranks.ranks_on_one_device(ranks._route, 2, "cuda", "ring", QUICK)
+    assert [0 < error <= 1 for error, _ in found] == [True, True]
+    assert found[0][1]["sent_mib"] > 0
+
+
 @pytest.mark.parametrize(
     ("gpus", "device", "found"),
-    [(0, "cpu", (2, "gloo")), (1, "cuda", (2, "gloo on one GPU")), (4, "cuda", (4, "nccl")), (16, "cuda", (8, "nccl"))],
+    [(0, "cpu", (2, "gloo")), (1, "cuda", (2, "memory")), (4, "cuda", (4, "nccl")), (16, "cuda", (8, "nccl"))],
 )
 def test_how_ranks_meet(monkeypatch, gpus, device, found):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert ranks.world(device) == found
     where = [str(ranks.place(rank, device, found[1] == "nccl")) for rank in range(2)]
-    assert where == {"gloo": ["cpu"] * 2, "gloo on one GPU": ["cuda:0"] * 2, "nccl": ["cuda:0", "cuda:1"]}[found[1]]
+    assert where == {"gloo": ["cpu"] * 2, "memory": ["cuda:0"] * 2, "nccl": ["cuda:0", "cuda:1"]}[found[1]]
 
 
 def test_middle_ranks_hold_a_document_of_their_own():

@@ -202,7 +202,9 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any, world: Memory
     def work(rank: int) -> None:
         world.enter(rank)
         try:
-            results[rank] = function(world.group(rank), rank, *arguments)
+            # Backward on this thread too: on a GPU all ranks would share one of autograd's, which waits for the first of them.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = function(world.group(rank), rank, *arguments)
         except BaseException as error:
             error.add_note(f"on rank {rank} of {ranks}")
             errors.append(error)
