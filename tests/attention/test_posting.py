@@ -100,7 +100,8 @@ def test_both_ends_of_a_message_belong_to_one_stage(case):
     shares = [plan.rank_plan(rank) for rank in range(plan.ranks)]
     sent, awaited = [], []
     for share in shares:
-        for number, stage in enumerate(share.stages):
+        for stage in share.stages:
+            number = stage.number
             sent += [("rows", number, share.rank, share.ranks[t.peer], t.rows) for t in stage.sends]
             awaited += [("home", number, share.ranks[t.peer], share.rank, t.rows) for t in stage.home_recvs]
             for step in stage.steps:

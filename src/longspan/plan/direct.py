@@ -91,7 +91,8 @@ def direct_stages(
         sends = tuple(Transfer(peer, given[peer]) for peer in peers if given[peer])
         # What a stage needs leaves while the one before it is computed. Its gradients come home after it.
         stages[-1] = replace(stages[-1], sends=sends)
-        stages.append(Stage(tuple(step(holder) for holder in holders if wanted[holder]), home_recvs=sends))
+        steps = tuple(step(holder) for holder in holders if wanted[holder])
+        stages.append(Stage(steps, home_recvs=sends, number=len(stages)))
     return in_step(stages)
 
 

@@ -43,7 +43,7 @@ class Ring:
         return 1 if upwards <= downwards else -1
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
-        """The stages of `rank`, one step each, up to the last that computes or carries anything."""
+        """The stages of `rank`, one step each."""
         return in_step(self._all_stages(rank, self.layout.ranks))
 
     def _all_stages(self, rank: int, number: int) -> Iterator[Stage]:
@@ -80,7 +80,8 @@ class Ring:
         before = [row for row in self._rows[source] if row[3] >= distance - 1]
         here = [row for row in before if row[3] >= distance]
         if not here and all(row[3] != distance for row in own):
-            return Stage((Step(source, 0, ()),))  # Nothing comes this far, and nothing comes home from there.
+            # Nothing comes this far, and nothing comes home from there.
+            return Stage((Step(source, 0, ()),), number=distance)
         held = tuple([row[:2] for row in here])
         rows = sum([stop - start for start, stop in held])
         arrived = _transfer(previous, before, True, lambda near, far: far >= distance, by_head=distance > 1)
@@ -96,7 +97,8 @@ class Ring:
         )
         sends = _transfer(following, here, True, lambda near, far: far > distance, by_head=True)
         home = (rank + onward * distance) % ranks
-        return Stage((step,), some(sends), some(_transfer(home, own, False, lambda near, far: far == distance)))
+        homeward = _transfer(home, own, False, lambda near, far: far == distance)
+        return Stage((step,), some(sends), some(homeward), distance)
 
 
 class Rotation(Ring):
@@ -110,10 +112,16 @@ class Rotation(Ring):
 
 
 def in_step(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """The stages without idle ones at the end. Those between others stay: what a rank receives is then posted at the stage at
-    which its peer sends it, and batches that end in posting order (NCCL) never wait in a circle."""
-    kept = list(stages)
-    while len(kept) > 1 and kept[-1].idle:
+    """The stages, of idle ones in a row one, and none at the end.
+
+    What a rank awaits is then posted behind all that it posts at earlier stages, as its peer posts the other end: batches that
+    finish in posting order (NCCL) never wait in a circle.
+    """
+    kept: list[Stage] = []
+    for stage in stages:
+        if not (kept and kept[-1].idle and stage.idle):
+            kept.append(stage)
+    if len(kept) > 1 and kept[-1].idle:
         kept.pop()
     return tuple(kept)
 

@@ -102,12 +102,14 @@ class Stage:
     """Steps whose rows arrive together.
 
     `sends` leave while the stage is computed, for the next stage of others: rows of the one step's buffer if the plan
-    `relays`, else of the own shard. `home_recvs` bring partial gradients of own rows home once the stage is computed.
+    `relays`, else of the own shard. `home_recvs` bring partial gradients of own rows home once the stage is computed. Both ends
+    of a message are of one `number`, and ranks post in the order of numbers.
     """
 
     steps: tuple[Step, ...]
     sends: tuple[Transfer, ...] = ()
     home_recvs: tuple[Transfer, ...] = ()
+    number: int = 0
 
     @property
     def idle(self) -> bool:

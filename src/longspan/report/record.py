@@ -208,15 +208,15 @@ def _steps(plan: Plan, share: RankPlan, onward: int, row: int, partial: int) -> 
     # Where nothing arrives but something leaves, rows of the own shard do.
     stages = [(stage, stage.steps or (Step(group, 0, ()),)) for stage in share.stages]
     areas = iter(_areas([step for _, steps in stages for step in steps]))
-    for index, (stage, steps) in enumerate(stages):
+    for stage, steps in stages:
         sent = sum(transfer.rows for transfer in stage.sends)
         for step in steps:
             area, distance, home = next(areas), onward * (group - step.source) % groups, _rows(step.home_send)
-            if not stage.steps and not sent:
+            if (stage.number and stage.idle) or not (stage.steps or sent):
                 continue
             grads = _rows(step.grad_send) + home
             yield StepReport(
-                stage=distance if share.relays else index,
+                stage=stage.number,
                 distance=distance,
                 source=step.source,
                 area=share_of_heads(area, 1, plan.degrees.heads),
