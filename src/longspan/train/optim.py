@@ -99,8 +99,10 @@ def global_norm(
 ) -> float:
     """The 2-norm of all elements of these tensors, of shards those that are here, on all ranks of `group`. Collective."""
     here = [_local(tensor) for tensor in tensors]
-    norms = torch._foreach_norm(here) if here else ()
-    total = sum((norm.double().square() for norm in norms), torch.zeros((), dtype=torch.float64, device=device))
+    if here:
+        total = torch.stack(torch._foreach_norm(here)).double().square().sum()
+    else:
+        total = torch.zeros((), dtype=torch.float64, device=device)
     if group is not None:
         dist.all_reduce(total, group=group)
     return math.sqrt(float(total))
