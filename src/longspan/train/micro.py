@@ -14,6 +14,7 @@ from torch import nn
 from longspan.attention.context import Sequence as Sharded
 from longspan.attention.staged import Projections, Transform
 from longspan.comm.meshes import Meshes
+from longspan.comm.upload import upload
 from longspan.data import Batch
 from longspan.model import Attend, Routing, SelfAttention, WholeLayer
 from longspan.model.config import ExpertsConfig, window_of
@@ -65,13 +66,13 @@ def make_micro(
         whole["tokens"] = torch.from_numpy(batch.numbers.copy())[None]
     if experts is not None:
         whole["unit"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[None]
-    local = {name: x.to(device) for name, x in sequence.shard(whole, dim=1).items()}
+    local = {name: upload(x, device) for name, x in sequence.shard(whole, dim=1).items()}
     tokens, unit, routing = local.pop("tokens", None), local.pop("unit", None), None
     if unit is not None:
         routing = Routing(
             live=part(local["position_ids"] >= 0),
             unit=part(unit),
-            unit_tokens=torch.tensor(lengths, device=device),
+            unit_tokens=upload(torch.tensor(lengths), device),
             group=meshes.tokens if meshes.topology.tp * meshes.topology.cp > 1 else None,
             scale=balance_scale,
         )
