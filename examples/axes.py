@@ -18,7 +18,7 @@ from longspan.plan import ModelShape, check_model
 config = ModelConfig(vocab_size=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=176, init_std=0.1)
 topology = Topology(dp=1, tp=2, cp=2)
 check_model(topology, ModelShape(config.num_layers, config.num_heads, config.num_kv_heads, 176, config.vocab_size))
-meshes = join_world(topology, timedelta(minutes=5), threads=1)
+meshes = join_world(topology, timedelta(minutes=5), threads=1, device="cpu")
 
 with torch.device("meta"):
     model = Decoder(config, seed=0)

@@ -1,6 +1,8 @@
-"""Real ranks for tests: one pool of gloo processes, started once (torch preloaded), then milliseconds a call.
+"""Ranks for tests: threads, and one pool of gloo processes, started once (torch preloaded), then milliseconds a call.
 
-    run_ranks(4, function, *arguments)  ->  [function(group, 0, *arguments), ..., function(group, 3, *arguments)]
+    run_threads(4, function, *arguments)  ->  [function(group, 0, *arguments), ..., function(group, 3, *arguments)]
+    run_ranks(...)                      ->  the same in processes, over gloo
+    share_out(function, items)          ->  [function(some), function(others)], on as many processes as there are cores
     own_ranks(...)                      ->  the same in processes of their own, which may be killed; an `Ending` of each
 
 `function(group, rank, *arguments)` is a module-level function; its group is gloo over a file rendezvous.
@@ -24,6 +26,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "longspan.attention.attention"])
 _pool: list[tuple[Any, Connection]] = []
 _TIMEOUT = 120.0
+_CORES = min(os.cpu_count() or 1, 4)
 
 
 class RankFailedError(AssertionError):
@@ -39,12 +42,42 @@ class Ending(NamedTuple):
     seconds: float
 
 
+def run_threads(ranks: int, function: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Run `function` on `ranks` threads over the in-memory transport, as the pool's processes run it."""
+    import torch
+
+    from longspan.comm.memory import MemoryWorld, run
+
+    threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
+    _like_a_worker()
+    try:
+        return run(ranks, function, *arguments, world=MemoryWorld(ranks, **options))
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_deterministic_debug_mode(deterministic)
+
+
+def share_out(function: Callable[[list[Any]], Any], items: list[Any]) -> list[Any]:
+    """Run `function` on a part of the items in each of several processes of the pool."""
+    parts = [part for n in range(_CORES) if (part := items[n::_CORES])]
+    return _run([(1, 0, _apply, (function, part)) for part in parts])
+
+
+def _apply(group: Any, rank: int, function: Callable[[list[Any]], Any], part: list[Any]) -> Any:
+    return function(part)
+
+
 def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """Run `function` on `ranks` processes of the pool and return their results in rank order."""
-    workers = _workers(ranks)
+    return _run([(ranks, rank, function, arguments) for rank in range(ranks)])
+
+
+def _run(jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """The results of jobs `(ranks, rank, function, arguments)`, a worker for each; worlds of one rank are apart."""
+    workers = _workers(len(jobs))
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
-        for rank, (_, pipe) in enumerate(workers):
-            pipe.send((f"{folder}/store", ranks, rank, function, arguments))
+        for number, ((_, pipe), (ranks, *job)) in enumerate(zip(workers, jobs, strict=True)):
+            pipe.send((f"{folder}/store{number if ranks == 1 else ''}", ranks, *job))
         results, failures = [], []
         for rank, (process, pipe) in enumerate(workers):
             if not pipe.poll(_TIMEOUT):
@@ -116,13 +149,18 @@ def _forget_meshes() -> None:
         _redistribute._gen_transform_infos.cache_clear()
 
 
-def _serve(pipe: Connection) -> None:
+def _like_a_worker() -> None:
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     # Buffers that nobody has written hold NaN, so that reading one shows.
     torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _serve(pipe: Connection) -> None:
+    import torch.distributed as dist
+
+    _like_a_worker()
     while True:
         try:
             store, ranks, rank, function, arguments = pipe.recv()

@@ -1,5 +1,7 @@
 """README and guides say what is true: their commands run, their code is the example that runs, their folders exist."""
 
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -20,6 +22,11 @@ from tests.train.tiny import make_config, to_toml, write_corpus
 
 AXES = ModelConfig(vocab_size=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=176, init_std=0.1)
 ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+ONE_GPU = os.environ | {
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "one_gpu"), os.environ.get("PYTHONPATH", "")])
+}
+"""Where `torch.cuda.is_available()`: examples start more ranks than there are GPUs, on the CPU."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -49,10 +56,34 @@ def test_the_python_of_the_readme_is_the_example():
     assert block == (ROOT / "examples" / "attend.py").read_text()
 
 
+def run_on_one_gpu(command, *words):
+    words = [BIN / command, *words]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=True, env=ONE_GPU).stdout
+
+
+def test_the_demo_runs_where_there_is_one_gpu(tmp_path, monkeypatch):
+    """The commands of `make demo`, on a smaller corpus and for fewer steps; their ranks start with this environment."""
+    monkeypatch.setenv("PYTHONPATH", ONE_GPU["PYTHONPATH"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
+    commands = [shlex.split(command) for command in re.findall(r"longspan (.+)", demo)]
+    changes = {"run_dir": tmp_path / "run", "data.paths": f"['{write_corpus(tmp_path)}']", "data.row_tokens": 64}
+    words = [
+        "--json",
+        *(f"--set={name}={value}" for name, value in {"steps": 4, "parallel.threads": 1, **changes}.items()),
+    ]
+    results = [
+        CliRunner().invoke(main, [command, str(ROOT / file), *words, *more], catch_exceptions=False)
+        for (command, file), more in zip(commands, ([], ["--dtype=fp32", "--steps=1"]), strict=True)
+    ]
+    trained, verified = (json.loads(result.stdout) for result in results)
+    assert (trained["steps"], trained["ranks"]) == (4, 2)
+    assert [case["passed"] for case in verified["cases"]] == [True]
+
+
 def test_the_example_runs_on_two_ranks():
-    torchrun = Path(sys.executable).with_name("torchrun")
-    command = [torchrun, "--standalone", "--nproc-per-node", "2", ROOT / "examples" / "attend.py"]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    output = run_on_one_gpu("torchrun", "--standalone", "--nproc-per-node", "2", ROOT / "examples" / "attend.py")
     # The ranks share one pipe: their lines may run together.
     told = re.findall(r"rank (\d): \(1, 8, 2048, 64\) of \(1, 8, 4096, 64\), mean (-?\d\.\d{6})", output)
     assert sorted(rank for rank, _ in told) == ["0", "1"]
@@ -60,9 +91,7 @@ def test_the_example_runs_on_two_ranks():
 
 
 def test_the_example_of_a_loop_on_two_axes():
-    torchrun = Path(sys.executable).with_name("torchrun")
-    command = [torchrun, "--standalone", "--nproc-per-node", "4", ROOT / "examples" / "axes.py"]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    output = run_on_one_gpu("torchrun", "--standalone", "--nproc-per-node", "4", ROOT / "examples" / "axes.py")
     model = Decoder(AXES, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batch = Batch.from_documents([list(b"context parallelism, exact, "), list(b"and one command proves it")])

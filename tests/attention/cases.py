@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import NamedTuple
 
 from longspan.attention.attention import attention
 from longspan.comm.sharding import shard
 from longspan.comm.traffic import record
-from longspan.plan import LAYOUTS, Layout, Mask, plan_attention
-from tests.oracle import dense_attention, make_inputs, relative_error
+from longspan.plan import LAYOUTS, Layout, Mask, Plan, plan_attention
+from tests.oracle import Answer, Inputs, dense_attention, make_inputs, relative_error
 from tests.plan.strategies import carries
-from tests.ranks import run_ranks
+from tests.ranks import run_threads, share_out
 
 NAN = float("nan")
 
@@ -87,8 +88,40 @@ def routed(route: str, inner: int | None, P: int, S: int, every_layout: bool = T
     return cases
 
 
+class Prepared(NamedTuple):
+    """A case with what is right: made once for all ranks of a process."""
+
+    case: Case
+    plan: Plan
+    inputs: Inputs
+    want: Answer
+
+    @classmethod
+    def of(cls, case: Case) -> "Prepared":
+        inputs = make_inputs(case.mask.seq_len, case.heads, case.batch, case.dim)
+        plan = plan_attention(case.layout, case.mask, case.route, case.heads, case.inner)
+        return cls(case, plan, inputs, dense_attention(inputs, case.mask))
+
+
 def check_cases(group, rank: int, cases: list[Case]) -> int:
-    """Run and check all cases on this rank; how many there were."""
+    """Run and check all cases on this rank of gloo; how many there were."""
+    return _check_prepared(group, rank, [Prepared.of(case) for case in cases])
+
+
+def check_in_memory(P: int, cases: list[Case]) -> None:
+    """Run and check cases on `P` ranks that are threads, under NCCL's rules; processes share out many cases."""
+    if len(cases) < 8:
+        assert _in_memory(P, cases) == len(cases)
+    else:
+        assert sum(share_out(partial(_in_memory, P), cases)) == len(cases)
+
+
+def _in_memory(P: int, cases: list[Case]) -> int:
+    (number,) = set(run_threads(P, _check_prepared, [Prepared.of(case) for case in cases]))
+    return number
+
+
+def _check_prepared(group, rank: int, cases: list[Prepared]) -> int:
     for case in cases:
         check_case(group, rank, case)
     return len(cases)
@@ -103,23 +136,22 @@ def check_through(
 ) -> None:
     """The matrix on `P` ranks by a kernel that `installed` puts in the place of the real one, in each rank."""
     cases = [case._replace(kernel=kernel) for route in routes for case in routed(route, None, P, 23)]
-    assert run_ranks(P, _through, installed, cases) == [len(cases)] * P
+    assert sum(share_out(partial(_through, installed, P), cases)) == len(cases)
 
 
-def _through(group, rank: int, installed: Callable[[], AbstractContextManager[None]], cases: list[Case]) -> int:
+def _through(installed: Callable[[], AbstractContextManager[None]], P: int, cases: list[Case]) -> int:
     with installed():
-        return check_cases(group, rank, cases)
+        return _in_memory(P, cases)
 
 
-def check_case(group, rank: int, case: Case) -> None:
-    layout, mask, heads, batch, kernel, dim, route, inner = case
-    inputs = make_inputs(mask.seq_len, heads, batch, dim)
-    want = dense_attention(inputs, mask)
-    plan = plan_attention(layout, mask, route, heads, inner)
+def check_case(group, rank: int, prepared: Prepared) -> None:
+    case, plan, inputs, want = prepared
+    layout, mask, heads, batch, kernel, dim, route, _ = case
     q, k, v = (shard(x, layout, rank, 2, fill=NAN).requires_grad_() for x in inputs[:3])
     with record() as calls:
         out = attention(q, k, v, plan=plan, group=group, kernel=kernel)
         out.backward(shard(inputs.dout, layout, rank, 2, fill=NAN))
+    calls = [call for call in calls if call.rank == rank]  # threads of one process see each other's
     place = f"rank {rank}: {layout.name} of {layout.ranks}, slots {layout.slots}, {mask.array.tolist()}, {case[2:]}"
     live = int(layout.counts[rank])
     for name, got, right in zip(("out", "dq", "dk", "dv"), (out.detach(), q.grad, k.grad, v.grad), want, strict=False):

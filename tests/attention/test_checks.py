@@ -1,14 +1,20 @@
 """What an attention call refuses, on every rank, before anything moves."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
+from longspan.attention import checks
 from longspan.attention.attention import attention
+from longspan.attention.checks import check_together
+from longspan.attention.context import ContextParallel
+from longspan.attention.executor import Share
 from longspan.comm.traffic import record
 from longspan.plan import Layout, Mask, plan_attention
 from longspan.spec import SpecError
 from tests.oracle import raised
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_threads
 
 S = 12
 
@@ -175,3 +181,42 @@ def test_ranks_that_differ_are_named_on_all_before_any_exchange(plans, shapes, s
             "hint: a CP group takes the same options and samples: key the loader by the data-parallel rank alone",
         )
         assert calls == []
+
+
+def _on_cuda(group, rank, calls):
+    """Kinds of calls one after the other, as on CUDA; the error of each."""
+    share = Share.of(plan_attention(Layout.contiguous(S, 2), Mask.causal(S)), rank, group, "auto")
+    agreed: set[str] = set()
+    return [raised(check_together, share, agreed, torch.device("cuda"), kind[rank], None) for kind in calls]
+
+
+def test_on_cuda_each_kind_of_call_is_compared_once():
+    """The host runs ahead of the device there: a kind that has been compared is not compared again, another one is."""
+    same = [(kind, kind) for kind in ("a kind", "a kind", "another", "another", "a kind")]
+    with patch.object(checks, "check_agreement", side_effect=checks.check_agreement) as compare:
+        assert run_threads(2, _on_cuda, same) == [[("", "")] * 5] * 2
+    assert compare.call_count == 2 * 2
+    for errors in run_threads(2, _on_cuda, [("a kind", "a kind"), ("another", "a third")]):
+        assert errors[0] == ("", "")
+        assert errors[1][0] == "DisagreementError"
+        assert "shapes, types, scales or changes of scores: rank 1 differ from rank 0" in errors[1][1]
+
+
+def _many_batches(group, rank):
+    """Calls of three micro-batches with other documents, two layers each, as on CUDA."""
+    cp = ContextParallel(group, heads=(4, 2))
+    compared = []
+
+    def compare(group, what, problem=None):
+        compared.append(sorted(what))
+
+    for lengths in ([5, 7], [6, 6], [1, 11]):
+        with patch.object(checks, "check_agreement", compare), cp.sequence(Mask.documents(lengths)) as seq:
+            for _ in range(2):
+                ref = seq._shares["full"]
+                check_together(ref.share, ref.agreed, torch.device("cuda"), "a kind", None)
+    return compared
+
+
+def test_on_cuda_plans_are_compared_with_the_batch_and_not_again_in_its_first_layer():
+    assert run_threads(1, _many_batches) == [[["plans", "shapes, types, scales or changes of scores"]]]

@@ -15,7 +15,7 @@ from longspan.comm.traffic import call, record
 from longspan.plan import Layout, Mask, plan_attention
 from tests.oracle import Inputs, dense_attention, make_inputs, relative_error
 from tests.plan.strategies import NAMES
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_threads
 
 from .cases import NAN, Case, check_cases
 
@@ -326,3 +326,14 @@ def _fresh_memory_is_nan(group, rank):
 
 def test_memory_that_nobody_wrote_is_nan_in_the_ranks():
     assert run_ranks(2, _fresh_memory_is_nan) == [True] * 2
+
+
+def test_gradients_of_replicated_kv_heads_are_summed_in_fp32():
+    """q = k = 0, full mask, 4 query heads of one KV head on 4 ranks: dv sums what each head's dout gives, 256 + 1 + 1 + 1 = 259.
+    bf16 rounds that to 260; added up in bf16, each 1 is lost against 256."""
+    S, layout = 8, Layout.contiguous(8, 4)
+    q, kv = torch.zeros(1, 4, S, 4, dtype=torch.bfloat16), torch.zeros(1, 1, S, 4, dtype=torch.bfloat16)
+    dout = torch.tensor([256.0, 1, 1, 1]).view(1, 4, 1, 1).expand(1, 4, S, 4).bfloat16()
+    inputs = Inputs(q, kv, kv, dout)
+    by_rank = run_threads(4, run_many, [(layout, Mask.full(S), inputs, {"route": "ulysses"})])
+    assert {float(x) for results in by_rank for x in results[0][3].flatten()} == {260.0}

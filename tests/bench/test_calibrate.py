@@ -70,3 +70,14 @@ def test_the_command(tmp_path):
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout) == json.loads(path.read_text())
     assert CliRunner().invoke(main, ["bench", "calibrate", "--ranks", "1"]).exit_code == 2
+
+
+def test_more_ranks_than_devices_are_refused_before_there_are_any(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    refused = CliRunner().invoke(main, ["bench", "calibrate", "--ranks", "3"])
+    assert refused.exit_code == 2
+    assert refused.stderr == (
+        "measuring\nerror: 3 ranks on this machine, which has 1 CUDA device: each rank needs its own\n\n"
+        "hint: set --device cpu, or start at most 1 rank here\n"
+    )

@@ -177,13 +177,40 @@ def test_a_degree_that_does_not_fit_the_world_of_torchrun(
     )
 
 
+ONE_GPU = (
+    "2 ranks on this machine, which has 1 CUDA device: each rank needs its own",
+    'set parallel.device="cpu", or start at most 1 rank here',
+)
+NO_GPU = ('device "cuda" is asked for and this machine has no CUDA device', 'set parallel.device="cpu"')
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize(
+    ("device", "devices", "told"), [("auto", 1, ONE_GPU), ("cuda", 1, ONE_GPU), ("cuda", 0, NO_GPU)]
+)
+def test_more_ranks_than_devices_are_refused_before_the_corpus_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int | None, device: str, devices: int, told: tuple[str, str]
+) -> None:
+    """`rank`: of torchrun's world of two nodes, of two ranks each; None without it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: devices > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    if rank is not None:
+        for name, value in {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+    with patch("longspan.cli.train.prepare") as prepared:
+        result = run(folder / "run.toml", "--set", f"parallel.device={device}")
+        assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"error: {told[0]}\n\nhint: {told[1]}\n")
+    prepared.assert_not_called()
+
+
 # What is printed.
 
 
 def summary(**changes: Any) -> Summary:
     values: dict[str, Any] = {
         "steps": 3, "tokens": 1440, "ranks": 2, "loss": 2.5, "heldout_loss": 2.0, "unigram_entropy": 3.25,
-        "tokens_per_second": 1234.5, "pairs_imbalance": 1.0625, "time_imbalance": 1.5, "run_dir": "runs/x",
+        "seconds": 1.0, "tokens_per_second": 1234.5, "tokens_per_second_per_device": 617.25, "tflops": 407.5,
+        "tflops_full": 611.25, "mfu": None, "pairs_imbalance": 1.0625, "time_imbalance": 1.5, "run_dir": "runs/x",
     }  # fmt: skip
     return Summary(**(values | changes))
 
@@ -197,6 +224,17 @@ def test_table(folder: Path) -> None:
     for text in ("1,440 tokens on 2 ranks", "1,234 tokens/s", "2.5000", "2.0000", "3.2500", "+1.2500 gained", "runs/x"):
         assert text in result.stdout
     assert "1.06 x mean pairs, 1.50 x mean time in attention" in result.stdout
+
+
+def test_mfu_is_shown_where_the_peak_of_the_device_is_known(folder: Path) -> None:
+    with patch("longspan.cli.train.run_training", side_effect=[summary(mfu=0.412), summary()]):
+        known, unknown = (run(folder / "run.toml", "--quiet").stdout for _ in range(2))
+    speed, work = (line.split(maxsplit=1) for line in map(str.rstrip, known.splitlines()[1:3]))
+    assert speed == ["speed", "1,234 tokens/s (617 a device)  MFU 41.2%"]
+    assert work == ["work", "408 TFLOP/s a device; 611 if every token saw its whole row"]
+    assert "1,234 tokens/s (617 a device)" in unknown
+    assert "MFU" not in unknown
+    assert "FLOP" not in unknown
 
 
 def test_one_rank_is_not_compared_with_itself(folder: Path) -> None:
@@ -355,7 +393,23 @@ def own_process(*words: object) -> Iterator["subprocess.Popen[str]"]:
             process.communicate()
 
 
-def test_torchrun_and_own_ranks_reach_the_same_loss(folder: Path, tmp_path: Path) -> None:
+def watch_tokenising(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that gets a line whenever a process begins to fill `folder/cache`, which then takes it three seconds."""
+    (folder / "sitecustomize.py").write_text(
+        "import sys, time\n"
+        "def hook(event, args):\n"
+        f"    if event == 'tempfile.mkdtemp' and args[0].startswith('{folder}/cache'):\n"
+        f"        open('{folder}/tokenisations', 'a').write('one\\n')\n"
+        "        time.sleep(3)\n"
+        "sys.addaudithook(hook)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]))
+    return folder / "tokenisations"
+
+
+def test_torchrun_and_own_ranks_reach_the_same_loss(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["train", folder / "run.toml", "--json", "--set", "eval_every=2", "--set", "preflight=true"]
     with own_process(BIN / "longspan", *words, "--set", f"run_dir={tmp_path}/own") as own:
         out, err = own.communicate(timeout=100)
@@ -366,8 +420,11 @@ def test_torchrun_and_own_ranks_reach_the_same_loss(folder: Path, tmp_path: Path
     assert "preflight: a step at the longest row fits; it took " in err
     assert told["axes"] == "cp 2"
     torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "longspan.cli.main"]
-    with own_process(*torchrun, *words, "--set", f"run_dir={tmp_path}/torchrun") as under:
+    tokenisations = watch_tokenising(tmp_path, monkeypatch)
+    changes = ["--set", f"run_dir={tmp_path}/torchrun", "--set", f"data.cache_dir={tmp_path}/cache"]
+    with own_process(*torchrun, *words, *changes) as under:
         out, err = under.communicate(timeout=100)
+    assert tokenisations.read_text() == "one\n"
     assert under.returncode == 0, err
     again = json.loads(out)
     assert (again["loss"], again["heldout_loss"]) == (told["loss"], told["heldout_loss"])

@@ -161,6 +161,40 @@ def test_what_cannot_be_verified(folder: Path, words: tuple[str, ...], stderr: s
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", stderr)
 
 
+CUT = ("--set", "model.num_layers=5", "--set", 'model.windows=["full", "full", 9, "full", "full"]',
+       "--layers", 2, "--tokens", 32, "--dtype", "fp64", "--quiet")  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", ["nothing", "dropped_document_boundaries", "average_of_the_wrapper_not_undone"])
+def test_a_cut_run_is_verified_and_says_what_was_cut(folder: Path, fault: str) -> None:
+    ran = []
+
+    def launch(function: Any, arguments: Any, ranks: int) -> Any:
+        ran.append(arguments[0])
+        if function is not replay_and_leave:
+            return launch_here(function, arguments, ranks)
+        return run_ranks(ranks, replay_on_ranks, *arguments, fault)[0]
+
+    with patch("longspan.verify.run.launch", launch):
+        result = run(folder / "run.toml", *CUT)
+    assert result.exit_code == (0 if fault == "nothing" else 1), result.stderr
+    assert [(config.model.windows, config.data.row_tokens) for config in ran] == [((None, 9), 32)] * 2
+    assert result.stdout.splitlines()[-1] == (
+        f"{int(fault == 'nothing')} of 1 cases equal cp=1; cut to 2 of 5 layers and 32 of 48 tokens a row"
+    )
+
+
+def test_json_says_what_was_cut(folder: Path) -> None:
+    with patch("longspan.cli.verify.run_verification", return_value=[verdict()]) as verification:
+        result = run(folder / "run.toml", *CUT, "--json")
+        whole = run(folder / "run.toml", "--json")
+    assert (verification.call_args_list[0].args[1].layers, verification.call_args_list[0].args[1].tokens) == (2, 32)
+    assert json.loads(result.stdout)["cut"] == {
+        "layers": {"verified": 2, "of": 5}, "row_tokens": {"verified": 32, "of": 48},
+    }  # fmt: skip
+    assert json.loads(whole.stdout)["cut"] == {}
+
+
 SITE = """
 import importlib.abc, importlib.machinery, os, sys
 

@@ -11,7 +11,9 @@ from longspan.attention.attention import attention
 from longspan.attention.kernel import KERNELS
 from longspan.comm.hops import Hop, joined
 from longspan.comm.traffic import Call
+from longspan.comm.transport import Transport
 from longspan.plan import Layout, Mask, plan_attention
+from longspan.spec import CommError
 from tests.oracle import raised
 from tests.ranks import own_ranks, run_ranks
 
@@ -60,7 +62,7 @@ def _all_to_all(group, rank, layout):
         receives = [(peer, part.view(x.shape)) for (peer, x), part in zip(receives, flat, strict=True)]
         assert joined([x for _, x in receives]) is not None
     meter = Call("forward", "rotate", "none", rank)
-    flight = Hop(sends, receives).post(group, meter, collective=True)
+    flight = Hop(sends, receives).post(group, meter, collective=torch.empty(0))
     flight.wait(meter)
     flight.wait(meter)
     for (peer, got), want in zip(receives, right, strict=True):
@@ -88,7 +90,7 @@ def _nothing_to_carry(group, rank):
         hop.sends = [(1, torch.tensor([1.5, 2.5], dtype=torch.float64))]
     if rank == 1:
         hop.receives = [(0, arrived)]
-    hop.post(group, meter, collective=True).wait(meter)
+    hop.post(group, meter, collective=arrived).wait(meter)
     empty = Hop().post(group, meter)
     empty.wait(meter)
     return meter.collectives, meter.bytes_sent, meter.bytes_received, arrived.tolist() if rank == 1 else None
@@ -123,6 +125,41 @@ def _in_the_cp_group(group, rank):
 
 def test_peers_are_ranks_of_the_given_group():
     assert run_ranks(4, _in_the_cp_group) == [2, 3, 0, 1]
+
+
+class OneWorkForAll(Transport):
+    """A backend that answers for a whole batch with one work, as NCCL does; its peers are gone."""
+
+    rank, size = 0, 4
+
+    def global_rank(self, rank):
+        return rank
+
+    def carries(self, device):
+        return device
+
+    def post(self, sends, receives):
+        return [self]
+
+    def all_to_all(self, incoming, outgoing, received, sent):
+        return self
+
+    def all_gather(self, everyone, mine):
+        self.wait()
+
+    def wait(self):
+        raise RuntimeError("connection closed\nand more")
+
+
+@pytest.mark.parametrize("collective", [None, torch.empty(0)])
+def test_a_batch_with_one_work_blames_all_its_peers(collective):
+    x = [torch.ones(1) for _ in range(3)]
+    flight = Hop([(3, x[0])], [(1, x[1]), (2, x[2])]).post(
+        OneWorkForAll(), Call("forward", "ring", "none", 0), collective
+    )
+    with pytest.raises(CommError) as error:
+        flight.wait(Call("forward", "ring", "none", 0))
+    assert error.value.message == "a hop with rank 1, 2, 3 of the context-parallel group failed: connection closed"
 
 
 def test_an_empty_hop_needs_no_group():

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm import launch as module
+from longspan.comm.groups import timeout_of
 from longspan.comm.launch import join_world, launch, leave_world
-from longspan.comm.torchrun import under_torchrun, world_size
+from longspan.comm.meshes import Meshes
+from longspan.comm.torchrun import local_ranks, under_torchrun, world_size
 from longspan.plan import Topology
 from longspan.spec import CommError, SpecError
 
@@ -31,13 +34,26 @@ def test_whether_a_launcher_made_this_process(monkeypatch: pytest.MonkeyPatch) -
     assert world_size() == 1
 
 
+def test_ranks_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert local_ranks(16) == 16
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "16")
+    assert local_ranks(16) == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert local_ranks(16) == 8
+
+
 def look_around(dp: int, cp: int) -> dict[str, Any]:
     try:
         mesh = join_world(Topology(dp=dp, cp=cp), timedelta(seconds=30), threads=3).data
         everyone: list[Any] = [None] * dist.get_world_size()
         here = {name: mesh[name].get_local_rank() for name in ("dp", "cp")}
         dist.all_gather_object(everyone, here | {"threads": torch.get_num_threads(), "rank": dist.get_rank()})
-        return {"everyone": everyone, "axes": mesh.mesh_dim_names}
+        waits = {name: timeout_of(group).total_seconds() for name, group in
+                 {"world": dist.group.WORLD, "cp": mesh["cp"].get_group()}.items()}  # fmt: skip
+        return {"everyone": everyone, "axes": mesh.mesh_dim_names, "waits": waits}
     finally:
         leave_world()
 
@@ -46,6 +62,57 @@ def test_ranks_of_a_cp_group_are_neighbours_and_rank_0_answers() -> None:
     found = launch(look_around, (2, 2), 4)
     assert found["axes"] == ("pp", "dp", "cp", "tp")
     assert found["everyone"] == [{"rank": rank, "dp": rank // 2, "cp": rank % 2, "threads": 3} for rank in range(4)]
+    assert found["waits"] == {"world": 30.0, "cp": 30.0}
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "found"),
+    [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 0, "cpu"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda")],
+)
+def test_where_ranks_compute(monkeypatch: pytest.MonkeyPatch, device: str, devices: int, found: str) -> None:
+    """On CUDA the world is bound to the rank's device, and has gloo beside NCCL."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(torch, "set_num_threads", calls.append)
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: calls.append((*given, named)))
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([((url, timeout), 3, 4)]))
+    monkeypatch.setattr(module, "meet", lambda store, world: calls.append((store, world)))
+    monkeypatch.setattr(Meshes, "of", lambda topology, device_type: (topology, device_type))
+    topology, timeout = Topology(dp=4), timedelta(seconds=7)
+    assert join_world(topology, timeout, threads=3, device=device) == (topology, found)
+    own, store = torch.device("cuda", 1), ("env://", timeout)
+    start = {"store": store, "rank": 3, "world_size": 4, "timeout": timeout}
+    of_device = {"cpu": [3, ("gloo", start)], "cuda": [own, ("cpu:gloo,cuda:nccl", start | {"device_id": own})]}
+    assert calls == [(store, 4), *of_device[found]]
+
+
+def test_ranks_that_come_late_are_waited_for_beyond_the_timeout() -> None:
+    store = dist.HashStore()
+    store.set_timeout(timedelta(milliseconds=100))
+    with ThreadPoolExecutor(3) as pool:
+        early = [pool.submit(module.meet, store, 3) for _ in range(2)]
+        time.sleep(0.5)
+        assert not any(rank.done() for rank in early)
+        assert [rank.result(10) for rank in (*early, pool.submit(module.meet, store, 3))] == [None] * 3
+
+
+@pytest.mark.parametrize("rank", ["0", "1", "2"])
+def test_every_rank_is_refused_where_there_are_fewer_devices(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"RANK": rank, "WORLD_SIZE": "3", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SpecError) as told:
+        join_world(Topology(dp=3), timedelta(seconds=7))
+    assert told.value.message == "3 ranks on this machine, which has 2 CUDA devices: each rank needs its own"
+    assert told.value.hint == 'set parallel.device="cpu", or start at most 2 ranks here'
     assert not dist.is_initialized()
 
 

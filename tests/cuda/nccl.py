@@ -167,9 +167,12 @@ def patches() -> list[tuple[Any, str, Any]]:
 
     def make_group(*args: Any, **kwargs: Any) -> Any:
         group, store = make(*args, **kwargs)
-        backend = _backends.get(getattr(group, "group_name", ""))
-        if backend is not None and torch.device("cpu") not in group._device_types:
+        if not isinstance(group, dist.ProcessGroup):
+            return group, store
+        _without_cpu.discard(group.group_name)  # an earlier world numbered its groups alike
+        if group._device_types == [torch.device("cuda")]:
             # Messages travel by kernels of the CPU: they need a backend there, which tensors of the host are refused.
+            backend = _backends[group.group_name]
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
             _without_cpu.add(group.group_name)
         return group, store

@@ -1,9 +1,15 @@
 """A corpus is tokenised once, its cache appears whole, and its split depends on names and seed alone."""
 
+import errno
 import json
 import math
 import os
+import shutil
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -87,11 +93,66 @@ def test_the_cache_is_used_until_something_changes(corpus):
     assert open_store(with_(corpus, max_documents=4), seen.append).num_documents == 4
 
 
-def test_ranks_may_race(corpus):
-    with ThreadPoolExecutor(8) as pool:
-        stores = list(pool.map(lambda _: open_store(corpus), range(8)))
-    assert len({store.corpus for store in stores}) == 1
+def open_at_once(corpus, ranks=8):
+    """What each of several ranks gets or raises, and how many documents they tokenised, slowly."""
+    seen, start = [], Barrier(ranks)
+
+    def tokenised(documents):
+        seen.append(documents)
+        time.sleep(0.004)
+
+    def open_one(_):
+        start.wait()
+        try:
+            return open_store(corpus, tokenised).corpus
+        except DataError as error:
+            return error.message, error.hint
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return set(pool.map(open_one, range(ranks))), len(seen)
+
+
+def test_one_rank_tokenises_for_all(corpus):
+    found, tokenised = open_at_once(corpus)
+    assert (found, tokenised) == ({open_store(corpus).corpus}, 50)
     assert len(list(corpus.cache_dir.iterdir())) == 1
+
+
+def test_ranks_that_waited_raise_what_made_the_one_fail(corpus):
+    with open(corpus.paths[0], "a") as file:
+        file.write("not json\n")
+    with pytest.raises(DataError) as caught:
+        open_store(corpus)
+    assert open_at_once(corpus) == ({(caught.value.message, caught.value.hint)}, 50)
+    assert list(corpus.cache_dir.iterdir()) == []
+
+
+def test_ranks_may_race_where_files_cannot_be_locked(corpus, monkeypatch):
+    def no_locks(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(store_module.fcntl, "flock", no_locks)
+    found, _ = open_at_once(corpus)
+    assert found == {open_store(corpus).corpus}
+    assert len(list(corpus.cache_dir.iterdir())) == 1
+
+
+def test_a_rank_that_is_killed_leaves_its_place_to_one_that_waits(corpus):
+    open_store(corpus)
+    (folder,) = corpus.cache_dir.iterdir()
+    shutil.rmtree(folder)
+    hold = f"import fcntl, time; f = open('{folder}.lock', 'a'); fcntl.flock(f, 2); print(flush=True); time.sleep(60)"
+    with (
+        subprocess.Popen([sys.executable, "-c", hold], stdout=subprocess.PIPE) as holder,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        holder.stdout.readline()
+        waiting = pool.submit(open_store, corpus)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        holder.kill()
+        assert waiting.result(30).num_documents == 50
+    assert list(corpus.cache_dir.iterdir()) == [folder]
 
 
 def test_a_failure_leaves_no_cache(corpus):

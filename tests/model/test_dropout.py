@@ -8,9 +8,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from longspan.model import TokenDropout
+from longspan.model.chunks import chunk_elements
 from longspan.model.philox import keep
 from longspan.plan import Layout
 from longspan.spec import SpecError
+from tests.launches import Launches, on_meta
 
 TOKENS = torch.arange(24).view(2, 12) + 1000
 
@@ -162,3 +164,28 @@ def test_options_that_cannot_be_are_refused(p, seed, site):
 
 def test_options_are_shown():
     assert repr(TokenDropout(0.1, seed=3, site=5)) == "TokenDropout(p=0.1, seed=3, site=5)"
+
+
+def test_a_long_shard_on_an_accelerator_takes_hundreds_of_launches_and_not_tens_of_thousands():
+    # 16k x 4,096 elements are 4 chunks of 2**24. A round of Philox is 10 operators, and there are 10 rounds: with counters,
+    # thresholds and the product some 120 a chunk.
+    x, tokens, drop = on_meta(1, 2**14, 2**12), on_meta(1, 2**14, dtype=torch.int64), TokenDropout(0.1, seed=1, site=0)
+    with Launches() as seen:
+        drop(x, tokens)
+    assert seen.total <= 4 * 125
+    assert seen.counts["where"] == 4
+
+
+def test_chunks_of_an_accelerator_do_not_change_a_bit(monkeypatch):
+    tokens = torch.arange(1, 1001)[None]
+    x, drop = make_x(1, 1000, 131, torch.float32), TokenDropout(0.3, seed=3, site=5)
+    results = []
+    for size in (131, 2**17, chunk_elements("cuda")):
+        monkeypatch.setattr("longspan.model.dropout.chunk_elements", lambda device_type, size=size: size)
+        with Launches() as seen:
+            out = drop(x, tokens)
+        results.append((out, *torch.autograd.grad(out, x, x.detach().cos()), seen.counts["where"]))
+    assert [number for *_, number in results] == [1000, 1, 1]
+    for out, grad, _ in results[1:]:
+        assert torch.equal(out, results[0][0])
+        assert torch.equal(grad, results[0][1])

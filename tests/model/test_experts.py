@@ -1,5 +1,6 @@
 """The mixture of experts against one written out token by token, however tokens and experts are spread over ranks."""
 
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -11,11 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from longspan.model import MixtureOfExperts, Routing
 from longspan.spec import SpecError
+from tests.launches import Launches, on_meta
 from tests.ranks import run_ranks
 
 from .experts_reference import DOCUMENTS, NEVER, SHARED, E, F, N, X, answer, make_inputs, moe_config
@@ -446,3 +449,89 @@ def test_refusals():
         SpecError, match=r"routing is of slots \(1, 27\) and units \(1, 27\), x is \(1, 20, 16\)[\s\S]*like its ids"
     ):
         make_layer(config, inputs)(x[:, :20], Routing(live, unit, unit_tokens, None, 1.0))
+
+
+def grouped_mm(rows, weights, *, offs):
+    """`torch.nn.functional.grouped_mm` of rows (R, K) and weights (X, K, N), in any type: a loop over experts."""
+    assert offs.dtype == torch.int32
+    starts = [0, *offs.tolist()]
+    pieces = [rows[start:stop] @ weight for start, stop, weight in zip(starts, starts[1:], weights, strict=False)]
+    return torch.cat(pieces)
+
+
+@contextmanager
+def as_on_cuda(dtype):
+    """Experts by the grouped product. That of the CPU has no fp64."""
+    product = patch.object(nn.functional, "grouped_mm", grouped_mm) if dtype == torch.float64 else nullcontext()
+    with patch("longspan.model.experts.one_kernel", return_value=True), product:
+        yield
+
+
+class Waits(TorchFunctionMode):
+    """Counts what a host would wait for a device in: values that it reads."""
+
+    READS = frozenset({"tolist", "item", "nonzero", "cpu", "numpy", "__bool__", "__int__", "__index__"})
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.count += getattr(function, "__name__", "") in self.READS
+        return function(*args, **(kwargs or {}))
+
+
+def _run_grouped(group, rank, case):
+    with as_on_cuda(case.dtype):
+        return _run(group, rank, case)
+
+
+@pytest.mark.parametrize(("ranks", "ep"), [(1, 1), (2, 2), (4, 2), (4, 4)])
+def test_the_grouped_product_gives_the_same_at_every_degree(ranks, ep):
+    case = Case({"balance": 0.1}, ep, as_dtensor=ep == 2)
+    if ranks == 1:
+        with as_on_cuda(case.dtype):
+            results = [_alone(case)]
+    else:
+        results = run_ranks(ranks, _run_grouped, case)
+    check(gather(results, ep), answer(make_inputs(), moe_config(balance=0.1), scale=SCALE))
+
+
+def test_torchs_grouped_product_equals_the_loop_bit_for_bit():
+    case = Case({"balance": 0.1}, dtype=torch.float32)
+    loop = _alone(case)
+    with as_on_cuda(case.dtype):
+        one = _alone(case)
+    assert torch.equal(one.out, loop.out)
+    assert all(torch.equal(one.grads[name], loop.grads[name]) for name in loop.grads)
+
+
+def test_one_rank_never_waits_for_the_device_and_launches_as_much_for_any_number_of_experts():
+    # A meta tensor has no values to read: whatever waited for one would raise.
+    launched = []
+    for num_experts in (4, 64):
+        experts = {"num_experts": num_experts, "top_k": 2, "ffn_width": 32, "balance": 0.1}
+        config = make_config(width=64, num_heads=2, num_kv_heads=1, ffn_width=None, experts=experts)
+        with torch.device("meta"), as_on_cuda(torch.bfloat16), Launches() as seen:
+            moe = MixtureOfExperts(config, 0).bfloat16()
+            x, zeros = on_meta(1, 1000, 64).requires_grad_(), on_meta(1, 1000, dtype=torch.int64)
+            routing = Routing(zeros == 0, zeros, on_meta(1, dtype=torch.int64), None, 1.0, slots=zeros[0, :990])
+            moe(x, routing).backward(on_meta(1, 1000, 64))
+        assert seen.counts["_grouped_mm"] == 2 + 4
+        launched.append(seen.total)
+    assert launched[0] == launched[1] < 120
+
+
+def _waits(group, rank):
+    config, inputs = moe_config(balance=0.1), make_inputs(torch.float32)
+    moe = make_layer(config, inputs, torch.float32, slice(rank * X // 2, (rank + 1) * X // 2))
+    moe.experts.group = group
+    x, live, unit, unit_tokens, _ = make_slots(inputs, config, (0, N), torch.float32)
+    routing = Routing(live, unit, unit_tokens, group, SCALE, slots=live.flatten().nonzero()[:, 0])
+    with as_on_cuda(torch.float32), Waits() as seen:
+        moe(x, routing)
+    return seen.count
+
+
+def test_ranks_that_exchange_rows_wait_once_a_layer():
+    assert run_ranks(2, _waits) == [1, 1]

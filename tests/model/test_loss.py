@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.model import VocabShard, count_targets, mean_loss_scale, token_loss_sum
 from longspan.spec import SpecError
+from tests.launches import Launches, on_meta
 from tests.oracle import raised
 from tests.ranks import run_ranks
 
@@ -269,3 +270,21 @@ def test_errors_name_the_values_and_the_way_out(change, words):
 def test_scale_refuses_impossible_counts(targets, group):
     with pytest.raises(SpecError, match=rf"num_targets_global {targets} .* group_size {group} "):
         mean_loss_scale(targets, group)
+
+
+def test_on_an_accelerator_products_are_wide_and_few():
+    # 1 GiB of fp32 logits over 128k is 2,048 tokens: 16k tokens make 8 chunks, each of one product in forward and three in
+    # backward (the logits again, the gradients of hidden states and head) with a dozen operators round them.
+    hidden, weight = (on_meta(*shape).requires_grad_() for shape in ((2**14, 2**12), (2**17, 2**12)))
+    labels = on_meta(2**14, dtype=torch.int64)
+    with Launches() as seen:
+        token_loss_sum(hidden, labels, weight).backward()
+    assert seen.counts["mm"] == 4 * 8
+    assert seen.total <= 8 * 17 + 40
+
+
+def test_chunk_tokens_overrides_the_device():
+    hidden, weight, labels = on_meta(100, 8), on_meta(50, 8), on_meta(100, dtype=torch.int64)
+    with Launches() as seen:
+        token_loss_sum(hidden, labels, weight, chunk_tokens=10)
+    assert seen.counts["mm"] == 10

@@ -114,3 +114,16 @@ def test_slow_nodes_make_two_levels():
     plan = choose(Mask.full(65536), 8, (32, 32), ranks_per_node=4, costs=replace(costs, node_bandwidth=1e8))
     assert plan.degrees.levels is not None
     assert f"{plan.route} (inner {plan.degrees.levels[1]}): about " in plan.reason
+
+
+def test_hops_take_time_beside_tiles_not_after_them():
+    """Two ranks, full mask, 1,024 tokens each: a stage's tile takes c = 4 x 64 x 1024^2 / 1e12 s = 268 us forward and 2.5 c
+    backward; a hop of keys and values takes c, gradients going home 2 c. All hide: 2 c + 5 c = 1.88 ms; one after the other it
+    would be 7 c + 4 c = 2.95 ms."""
+    c = 4 * 64 * 1024**2 / 1e12
+    costs = Costs(
+        head_dim=64, itemsize=2, message_bandwidth=1024 * 2 * 64 * 2 / c, message_latency=1e-12, tile_overhead=1e-12,
+        tile_speed=((1024, 1e12),),
+    )  # fmt: skip
+    plan = plan_attention(Layout.contiguous(2048, 2), Mask.full(2048), "auto", costs=costs)
+    assert plan.reason.startswith("ring: about 1.88 ms a layer")

@@ -14,8 +14,7 @@ from torch.distributed.pipelining.schedules import (
     _ComputationType,
 )
 
-from longspan.model.loss import CHUNK_BYTES
-from longspan.train.activations import LOGITS_CHUNK, activations_of, in_flight
+from longspan.train.activations import activations_of, in_flight
 from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
 from longspan.train.step import TrainStep
@@ -157,12 +156,16 @@ def test_a_block_by_hand() -> None:
     on_cpu = activations_of(config, config.model)
     assert on_cpu.block == 1024 * (norms + attention + feed_forward)
     assert (on_cpu.slots, on_cpu.hidden, on_cpu.head) == (1024, 1024 * 32 * 4, 4 * 64 * (1024 + 32))
-    on_cuda = activations_of(config, config.model, fused_norms=True)
+    on_cuda = activations_of(config, config.model, "cuda")
     assert on_cuda.block == on_cpu.block - 1024 * 2 * 4 * 32
 
 
-def test_the_chunk_of_logits_is_that_of_the_loss() -> None:
-    assert LOGITS_CHUNK == CHUNK_BYTES
+@pytest.mark.parametrize(("device_type", "tokens"), [("cpu", 128), ("cuda", 2048)])
+def test_the_chunk_of_logits_is_that_of_the_device(device_type: str, tokens: int) -> None:
+    """Of a vocabulary of 128k a token's logits are 512 KiB: 128 of them are 64 MiB, and 2,048 are 1 GiB."""
+    config = budget_config(model=WIDE | {"vocab_size": 2**17}, data__row_tokens=4096)
+    assert config.model is not None
+    assert activations_of(config, config.model, device_type).head == (tokens + 32) * 2**17 * 4
 
 
 # Micro-batches in flight.

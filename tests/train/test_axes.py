@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _world
 
+from longspan.comm.census import census
 from longspan.data import Batch
 from longspan.spec import SpecError
 from longspan.train.axes import topology_of
@@ -57,7 +59,8 @@ def train_on_ranks(group: Any, rank: int, config: TrainConfig, steps: list[list[
     place = topology.coordinates(rank)
     done = [step(batches_of(config, place["dp"], topology.dp, index, rows), index) for index, rows in enumerate(steps)]
     evaluated = step.evaluate(batches_of(config, place["dp"], topology.dp, 0, steps[0]))
-    weights = {name: x.numpy() for name, x in gather_whole(step.stages, step.meshes).items()}
+    with census(step.meshes) as traffic:
+        weights = {name: x.numpy() for name, x in gather_whole(step.stages, step.meshes).items()}
     return {
         "losses": [result.loss for result in done],
         "norms": [result.grad_norm for result in done],
@@ -65,6 +68,12 @@ def train_on_ranks(group: Any, rank: int, config: TrainConfig, steps: list[list[
         "targets": [result.targets for result in done],
         "evaluated": evaluated,
         "weights": weights,
+        "gathered by": {sent.kind for sent in traffic},
+        "timeouts": {
+            group._get_backend(device).options._timeout.total_seconds()
+            for group in _world.pg_map
+            for device in group._device_types
+        },
     }
 
 
@@ -79,6 +88,8 @@ def check(**changes: Any) -> None:
     topology = topology_of(config)
     num_rows = config.accumulation * topology.dp
     first, *others = run_ranks(topology.world, train_on_ranks, config, rows_of(num_rows))
+    assert first["timeouts"] == {60.0}, "the world's, of whatever group FSDP2, DTensor and pipelining use"
+    assert first["gathered by"] <= {"all-gather", "broadcast"}, "no messages, which NCCL wants in batches"
     of_model = {key: value for key, value in changes.items() if key.startswith(("model", "dropout"))}
     want = right(num_rows, json.dumps(of_model, sort_keys=True))
     assert first["losses"] == pytest.approx(want.losses, rel=1e-9)
@@ -93,9 +104,10 @@ def check(**changes: Any) -> None:
     }
     assert errors == pytest.approx(dict.fromkeys(errors, 0.0), abs=1e-9)
     for other in others:
-        assert {key: other[key] for key in other if key != "weights"} == {
-            key: first[key] for key in other if key != "weights"
-        }
+        assert not other["weights"]
+        assert other["gathered by"] <= {"all-gather", "broadcast"}
+        alike = other.keys() - {"weights", "gathered by"}
+        assert {key: other[key] for key in alike} == {key: first[key] for key in alike}
 
 
 def on(**parallel: Any) -> dict[str, Any]:

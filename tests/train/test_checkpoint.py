@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
@@ -240,6 +241,25 @@ def test_a_checkpoint_that_was_being_written_is_ignored(saved: TrainConfig) -> N
     prepare(going_on)
     assert train(going_on)["steps"] == 2
     assert checkpoint.newest(saved.run_dir) == whole.with_name("step-00000002")
+
+
+def written_slowly(group: Any, rank: int, config: TrainConfig) -> list[bool]:
+    """Whether this rank finds the folders of a checkpoint and of an export as soon as it is told of them."""
+    step, rename = make_step(config), Path.rename
+
+    def rename_late(source: Path, target: Path) -> Path:
+        time.sleep(1)
+        return rename(source, target)
+
+    with patch.object(Path, "rename", rename_late):
+        saved = checkpoint.save(config.run_dir, step, checkpoint.Progress(1, 48, {}))
+        there = [(saved / "run.json").exists()]
+        return [*there, (checkpoint.export(config.run_dir, step) / "config.json").exists()]
+
+
+def test_what_rank_0_writes_is_there_when_any_rank_goes_on(tmp_path: Path) -> None:
+    config = make_config(tmp_path, parallel__cp=2)
+    assert run_ranks(2, written_slowly, config) == [[True, True]] * 2
 
 
 def test_the_newest_checkpoint_is_that_of_the_latest_step(tmp_path: Path) -> None:

@@ -51,11 +51,11 @@ def measure(group: Any, rank: int, config: TrainConfig, chunk_bytes: int) -> Mem
     torch.set_num_threads(1)
     meshes = make_meshes(config)
     gc.collect()  # what is freed while the profiler looks would count against what is held
-    with patch("longspan.model.philox.CHUNK_BLOCKS", 1024), profiled() as making:
+    with patch("longspan.model.philox.chunk_elements", return_value=4096), profiled() as making:
         step = TrainStep(make_stages(config, meshes), meshes, config)
     place = meshes.topology.coordinates(rank)
     batches = [row_of(config, config.data.row_tokens, 10 * place["dp"] + n) for n in range(config.accumulation)]
-    with patch("longspan.model.loss.CHUNK_BYTES", chunk_bytes), profiled() as steps:
+    with patch("longspan.model.chunks.logits_bytes", return_value=chunk_bytes), profiled() as steps:
         for index in range(2):
             step(batches, index)
     weights = sum(local(parameter).numel() for stage in step.stages for parameter in stage.parameters())

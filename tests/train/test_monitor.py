@@ -1,8 +1,11 @@
 """What a run tells, in its metrics file and to TensorBoard, and that counts are the plan's."""
 
 import json
+import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -10,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from longspan import Layout, plan_attention
 from longspan.data import Loader, open_store
 from longspan.train.config import TrainConfig
+from longspan.train.flops import Speed
 from longspan.train.micro import masks_of
 from longspan.train.monitor import Monitor, json_line
 from longspan.train.step import StepResult
@@ -21,12 +25,13 @@ from tests.train.tiny import make_config, write_corpus
 STEP_KEYS = {
     "step": int, "loss": float, "grad_norm": float, "learning_rate": float, "targets": int, "tokens": int,
     "skipped": bool, "balance_loss": type(None), "seconds": float, "tokens_per_second": float, "tokens_seen": int,
+    "tokens_per_second_per_device": float, "tflops": float, "tflops_full": float, "mfu": type(None),
     "slowest_rank": int, "pairs_imbalance": float, "time_imbalance": float, "ranks": list,
 }  # fmt: skip
 RANK_KEYS = {
     "rank": int, "targets": int, "pairs": int, "blocks": int, "rows_received": int, "bytes_sent": int,
     "bytes_received": int, "attention_seconds": float, "waiting_seconds": float, "peak_memory_bytes": int,
-    "stage": int,
+    "stage": int, "dp": int, "row_pairs": int,
 }  # fmt: skip
 
 
@@ -112,10 +117,32 @@ def test_tensorboard_has_the_same_values(done: tuple[TrainConfig, list[dict[str,
     for name in ("slowest_rank", "pairs_imbalance", "time_imbalance"):
         told = {step: line[name] for step, line in steps.items()}
         assert shown[f"balance/{name}"] == pytest.approx(told, rel=1e-6)
-    for rank in range(4):
-        for name in RANK_KEYS.keys() - {"rank"}:
-            told = {step: line["ranks"][rank][name] for step, line in steps.items()}
-            assert shown[f"rank{rank}/{name}"] == pytest.approx(told, rel=1e-6)
+    for name in RANK_KEYS.keys() - {"rank", "stage", "dp", "row_pairs"}:
+        of_ranks = {step: [usage[name] for usage in line["ranks"]] for step, line in steps.items()}
+        for kind, take in (("min", min), ("mean", statistics.fmean), ("max", max)):
+            told = {step: take(values) for step, values in of_ranks.items()}
+            assert shown[f"ranks/{name}_{kind}"] == pytest.approx(told, rel=1e-6)
+
+
+def test_tensorboard_has_as_many_scalars_a_step_for_any_number_of_ranks(tmp_path: Path) -> None:
+    names = []
+    for number in (2, 64):
+        with Monitor(tmp_path / str(number), 1, 0, writes=True, quiet=True) as monitor:
+            with patch.object(monitor._board, "add_scalar") as add:
+                monitor.step(1, result(1.0), replace(SPEED, mfu=0.4), 8, [used(rank) for rank in range(number)])
+            names.append([call.args[0] for call in add.call_args_list])
+    # 3 of training, 6 of speed, 3 of balance, and of 9 figures of ranks the least, mean and most.
+    assert names[0] == names[1]
+    assert len(names[0]) == len(set(names[0])) == 3 + 6 + 3 + 9 * 3
+
+
+def test_mfu_is_shown_where_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    ranks, known = [used(0), used(1)], replace(SPEED, tokens_per_second_per_device=8.0, mfu=0.412)
+    for speed, words in ((known, "16 tokens/s (8 a device)  MFU 41.2%  slowest"), (SPEED, "16 tokens/s  slowest")):
+        with Monitor(tmp_path, 1, 0, writes=True, quiet=False) as monitor:
+            monitor.step(1, result(1.25), speed, 8, ranks)
+        assert f"loss 1.2500  {words}" in capsys.readouterr().err
 
 
 def result(loss: float, skipped: bool = False) -> StepResult:
@@ -123,15 +150,16 @@ def result(loss: float, skipped: bool = False) -> StepResult:
 
 
 USAGE = [used(0)]
+SPEED = Speed(0.5, tokens_per_second=16.0, tokens_per_second_per_device=16.0, tflops=1.5, tflops_full=2.5, mfu=None)
 
 
 def test_tensorboard_of_a_resumed_run_keeps_what_was_before_it(tmp_path: Path) -> None:
     """Resumed at step 2, a run forgets its old steps 3 and 4, and no other."""
     with Monitor(tmp_path, 4, 0, writes=True, quiet=True) as monitor:
         for step in (1, 2, 3, 4):
-            monitor.step(step, result(10.0 + step), 0.5, 8 * step, USAGE)
+            monitor.step(step, result(10.0 + step), SPEED, 8 * step, USAGE)
     with Monitor(tmp_path, 4, 2, writes=True, quiet=True) as monitor:
-        monitor.step(3, result(20.0), 0.5, 24, USAGE)
+        monitor.step(3, result(20.0), SPEED, 24, USAGE)
     assert scalars(tmp_path)["train/loss"] == {1: 11.0, 2: 12.0, 3: 20.0}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {line["step"]: line["loss"] for line in lines} == {1: 11.0, 2: 12.0, 3: 20.0}
@@ -142,7 +170,7 @@ def test_every_line_is_json_even_of_a_step_that_overflowed(tmp_path: Path) -> No
         raise AssertionError(f"{constant} is not JSON")
 
     with Monitor(tmp_path, 1, 0, writes=True, quiet=True) as monitor:
-        monitor.step(1, result(float("nan"), skipped=True), 0.5, 8, USAGE)
+        monitor.step(1, result(float("nan"), skipped=True), SPEED, 8, USAGE)
         monitor.evaluation(1, float("nan"))
     first, second = (tmp_path / "metrics.jsonl").read_text().splitlines()
     line = json.loads(first, parse_constant=refuse)
@@ -157,15 +185,15 @@ def test_json_line() -> None:
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     with Monitor(tmp_path / "run", 4, 0, writes=False, quiet=False) as monitor:
-        monitor.step(1, result(1.0), 0.5, 8, USAGE)
+        monitor.step(1, result(1.0), SPEED, 8, USAGE)
         monitor.evaluation(1, 1.0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_progress_goes_to_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Monitor(tmp_path, 2, 0, writes=True, quiet=False) as monitor:
-        monitor.step(1, result(1.25), 0.5, 8, USAGE)
-        monitor.step(2, result(1.0, skipped=True), 0.5, 16, USAGE)
+        monitor.step(1, result(1.25), SPEED, 8, USAGE)
+        monitor.step(2, result(1.0, skipped=True), SPEED, 16, USAGE)
         monitor.evaluation(2, 0.75)
     told = capsys.readouterr()
     assert told.out == ""
@@ -180,7 +208,7 @@ def test_progress_names_the_slowest_rank_and_the_imbalance(
     monkeypatch.setenv("COLUMNS", "120")
     ranks = [used(0, pairs=10, worked=1.0), used(1, pairs=20, worked=3.0, waiting=0.5)]
     with Monitor(tmp_path, 1, 0, writes=True, quiet=False) as monitor:
-        monitor.step(1, result(1.25), 0.5, 8, ranks)
+        monitor.step(1, result(1.25), SPEED, 8, ranks)
     assert "loss 1.2500  16 tokens/s  slowest rank 1: time x1.50, pairs x1.33" in capsys.readouterr().err
     (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert (line["slowest_rank"], line["time_imbalance"], line["pairs_imbalance"]) == (1, 1.5, 20 / 15)
@@ -191,7 +219,7 @@ def test_a_warning_goes_to_stderr_once(tmp_path: Path, capsys: pytest.CaptureFix
     ranks = [used(0, pairs=10), used(1, pairs=20)]
     with Monitor(tmp_path, 15, 0, writes=True, quiet=quiet, watch=BalanceWatch(1.25, ("zigzag",))) as monitor:
         for step in range(1, 16):
-            monitor.step(step, result(1.0), 0.5, 8, ranks)
+            monitor.step(step, result(1.0), SPEED, 8, ranks)
     told = capsys.readouterr()
     assert told.out == ""
     assert told.err.count("warning") == 1
@@ -205,5 +233,5 @@ def test_a_warning_goes_to_stderr_once(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_quiet_tells_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Monitor(tmp_path, 1, 0, writes=True, quiet=True) as monitor:
-        monitor.step(1, result(1.0), 0.5, 8, USAGE)
+        monitor.step(1, result(1.0), SPEED, 8, USAGE)
     assert capsys.readouterr() == ("", "")

@@ -15,8 +15,8 @@ from longspan.comm.launch import launch
 from longspan.spec import CommError
 from longspan.train import checkpoint
 from longspan.train.config import TrainConfig
-from longspan.train.preflight import RankPeak, longest_batch, preflight, tell
-from longspan.train.run import run_and_leave
+from longspan.train.preflight import RankPeak, _held, longest_batch, preflight, tell
+from longspan.train.run import expected, run_and_leave
 from longspan.train.step import TrainStep
 from tests.ranks import run_ranks
 from tests.train.test_budget import expect
@@ -145,6 +145,18 @@ def test_a_run_that_goes_on_is_not_disturbed(folder: Path) -> None:
     late = {step: loss for step, loss in metrics(through).items() if step > 2}
     assert metrics(again) == late
     assert run_ranks(2, state_of, again) == run_ranks(2, state_of, through)
+
+
+def test_memory_is_that_of_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine with a GPU a run on the CPU has the CPU's norms and the process's bytes."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    totals = {
+        device: expected(make_config(parallel__device=device)).stages[0].total for device in ("auto", "cuda", "cpu")
+    }
+    assert totals["auto"] == totals["cuda"] < totals["cpu"]
+    assert _held(torch.device("cpu")) > 2**24
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert expected(make_config()).stages[0].total == totals["cpu"]
 
 
 def test_the_longest_row() -> None:

@@ -413,3 +413,25 @@ def test_shared_prompts_on_other_routes(route: str) -> None:
     for got in run_ranks(2, shared_on_ranks, make_config(parallel__cp=2, parallel__route=route), PROMPTS):
         assert got["loss"] == pytest.approx(want.losses[0], rel=1e-10)
         assert max(error(g, want.gradients[name]) for name, g in got["gradients"].items()) < 1e-10
+
+
+def live_slots(group: Any, rank: int, config: TrainConfig) -> tuple[list[int], list[int]]:
+    routing = make_step(config).micro(make_batch(random_row(3))).routing
+    assert routing is not None
+    assert routing.slots is not None
+    return routing.slots.tolist(), routing.live.flatten().nonzero()[:, 0].tolist()
+
+
+def test_live_slots_are_listed_when_a_micro_batch_is_made_so_that_no_layer_waits_for_them() -> None:
+    """45 tokens on 2 x 2 ranks of 32 slots at cp, 16 at tp under sp: some of them are dead."""
+    experts = {"num_experts": 4, "top_k": 2, "ffn_width": 8}
+    changes = {
+        "model__ffn_width": None,
+        "model__experts": experts,
+        "model__num_kv_heads": 2,
+        "parallel__slots_multiple_of": 32,
+    }
+    for ranks in ({"parallel__cp": 2}, {"parallel__cp": 2, "parallel__tp": 2}):
+        listed = run_ranks(2 ** len(ranks), live_slots, make_config(**changes, **ranks))
+        assert all(slots == live for slots, live in listed)
+        assert sum(len(slots) for slots, _ in listed) == 45

@@ -35,8 +35,9 @@ def attention(
 
     Collective: every rank of the group calls it alike, forward and backward, and the ranks compare what they were given. There
     is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,
-    `DisagreementError` if ranks differ, `CommError` if a peer is lost. Else as `scaled_dot_product_attention`, autocast included;
-    differentiable once, in reverse mode.
+    `DisagreementError` if ranks differ, `CommError` if a peer is lost (gloo; under NCCL the watchdog ends the process). On CUDA
+    ranks compare the first call of each kind alone: what is wrong with a later one is raised where it is wrong. Else as
+    `scaled_dot_product_attention`, autocast included; differentiable once, in reverse mode.
     """
     return attend(q, k, v, plan.route, share_of(plan, group, kernel), scale, sink, softcap, alibi)
 
@@ -69,8 +70,11 @@ def attend(
     return out
 
 
-def share_of(plan: Plan, group: Group, kernel: str = "auto") -> ShareRef:
-    """This rank's share of a plan in a group, made once and kept for as long as the plan lives."""
+def share_of(plan: Plan, group: Group, kernel: str = "auto", agreed: set[str] | None = None) -> ShareRef:
+    """This rank's share of a plan in a group, made once and kept for as long as the plan lives.
+
+    `agreed`: the kinds of call that ranks have compared, kept by a caller whose ranks have compared the plan itself.
+    """
     process_group = as_group(group, plan.degrees.levels)
     kept = plan.attachments
     key = (process_group, kernel)
@@ -81,6 +85,6 @@ def share_of(plan: Plan, group: Group, kernel: str = "auto") -> ShareRef:
                 f"the plan is for {plan.ranks} ranks and the group has {size}",
                 hint=f"make the layout with ranks={size}" if size > 1 else "give group=",
             )
-        kept[key] = ShareRef(Share.of(plan, rank, process_group, kernel))
+        kept[key] = ShareRef(Share.of(plan, rank, process_group, kernel), agreed)
     ref: ShareRef = kept[key]
     return ref

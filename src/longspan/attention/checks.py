@@ -25,8 +25,10 @@ def check_call(
     """Raise `SpecError` if the tensors do not fit the plan.
 
     The ranks compare plans, shapes, types and scales, and a problem of one rank is raised on all. On CPU they do so in every
-    call (0.1 ms over gloo). On CUDA, where comparing waits for the device, only in a plan's first call of each kind, which is
-    remembered in `agreed`; a rank that later differs makes the others time out.
+    call (0.1 ms over gloo). On CUDA, where the host runs ahead of the device and comparing would hold it up, they do so in the
+    first call of each kind, which is remembered in `agreed`: by a plan's share, or for all plans by a `ContextParallel`, whose
+    ranks compare plans once a micro-batch. There a problem that one rank has in a later call is raised on that rank alone; the
+    others end when their communicator's timeout does.
     """
     problem: LongspanError | None = None
     try:

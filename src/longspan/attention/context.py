@@ -85,6 +85,8 @@ class ContextParallel:
             )
         self.layers = {name: whole(f"layers of {name!r}", number) for name, number in (layers or {}).items()}
         self.whole_below = whole_below
+        self.agreed: set[str] = set()
+        """Kinds of attention call that the ranks have compared."""
         self._planned: dict[tuple[tuple[str, Mask], ...], tuple[Layout, dict[str, Plan]]] = {}
         # A sequence of one token per rank shows now what every later one would be refused for.
         self.plans({next(iter(self.layers), "full"): Mask.causal(self.size)})
@@ -159,7 +161,7 @@ class Sequence:
         self.cp = cp
         self.layout, self.plans = cp.plans(masks)
         # Apart from the plans, which differ from batch to batch: code that is compiled once sees these alone.
-        self._shares = {name: share_of(plan, cp.group, cp.kernel) for name, plan in self.plans.items()}
+        self._shares = {name: share_of(plan, cp.group, cp.kernel, cp.agreed) for name, plan in self.plans.items()}
 
     @property
     def digest(self) -> bytes:

@@ -147,7 +147,7 @@ class HeadExchange:
                 arrived[member][n] = [into]
                 hop.sends.append((share.members[member], out))
                 hop.receives.append((share.members[member], into))
-            flights.append(hop.post(self.group, self.meter, collective=True))
+            flights.append(hop.post(self.group, self.meter, collective=going[0]))
         for flight in flights:
             flight.wait(self.meter)
         return arrived

@@ -26,9 +26,9 @@ Tensor = torch.Tensor
 class ShareRef(OpaqueBase):
     """A `Share` that operators take, and the kinds of call for which its ranks have shown that they hold the same."""
 
-    def __init__(self, share: Share) -> None:
+    def __init__(self, share: Share, agreed: set[str] | None = None) -> None:
         self.share = share
-        self.agreed: set[str] = set()
+        self.agreed: set[str] = set() if agreed is None else agreed
         heads = share.work.heads
         self.exchanged = [] if heads is None else [heads.num_query, heads.num_kv, share.work.rows, heads.kv[-1][1]]
         """Query heads, KV heads and slots that this rank computes, and all KV heads, if heads are exchanged: what compiled

@@ -15,6 +15,7 @@ import torch
 
 from longspan.attention.sums import Gradient
 from longspan.attention.wire import WIRES, Wire
+from longspan.comm.groups import RankGroup
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import Call
 from longspan.plan import RankPlan, Runs, Stage, Step, Transfer
@@ -23,7 +24,7 @@ Tensor = torch.Tensor
 Rows = tuple[Tensor, Tensor]
 """Keys and values of a buffer: `(B, K, R, D)` and `(B, K, R, Dv)`."""
 KVGradient = tuple[Gradient, Gradient]
-Group = torch.distributed.ProcessGroup | None
+Group = RankGroup | None
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def arriving_rows(
     """
     wire = WIRES[wire_dtype]
     travels = own if not any(stage.sends for stage in work.stages) else (wire.encode(own[0]), wire.encode(own[1]))
+    collective = own[0].new_empty(0, dtype=wire.width(own[0])[1]) if work.means == "collective" else None
     buffers: list[Rows] = [travels]
     for stage, following in zip(work.stages, [*work.stages[1:], None], strict=True):
         hop = Hop()
@@ -80,7 +82,7 @@ def arriving_rows(
                 peer = work.ranks[step.recv.peer]
                 meter.rows_received += step.rows
                 hop.receives += [(peer, part) for x in rows for part in _messages(x, step.recv)]
-        flight = hop.post(group, meter, work.means == "collective" and following is not None)
+        flight = hop.post(group, meter, collective if following is not None else None)
         del hop, leaving
         steps = [(stage.steps[0], own)] if stage is work.stages[0] else _decoded(stage, buffers, own, wire)
         buffers = arriving  # what is used up is not held while the next but one arrive
@@ -119,6 +121,7 @@ class ReturningGradients:
         self._arriving = self._homing = _Incoming(Flight())
         self.home = (Gradient(own[0], own[0].shape[2]), Gradient(own[1], own[1].shape[2]))
         self.here: list[KVGradient] = [self.home]
+        self._collective = self.home[0].buffer(0) if work.means == "collective" else None
 
     def expect(self, stage: Stage | None) -> None:
         """Before any gradient has been computed: make room for those of the first stage that is not our own."""
@@ -140,7 +143,9 @@ class ReturningGradients:
                     peer = self._work.ranks[transfer.peer]
                     hop.sends += [(peer, pick(gradient.rows(), transfer.runs, dim=0)) for gradient in gradients]
         self._arriving = self._make_room(onwards, following)
-        self._arriving.flight = onwards.post(self._group, self._meter, self._collective and following is not None)
+        self._arriving.flight = onwards.post(
+            self._group, self._meter, self._collective if following is not None else None
+        )
         self._homing = _Incoming(Flight())
         for transfer in stage.home_recvs:
             self._receive(homewards, transfer, self.home, self._homing)
@@ -150,10 +155,6 @@ class ReturningGradients:
         """Wait for everything that is still under way, and add what came home, in the plan's order."""
         self.arrive()
         self._homing.wait(self._meter)
-
-    @property
-    def _collective(self) -> bool:
-        return self._work.means == "collective"
 
     def _make_room(self, onwards: Hop, following: Stage | None) -> _Incoming:
         incoming = _Incoming(Flight())

@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from longspan.attention.kernel import choose_kernel
-from longspan.comm.groups import ranks_per_node, wire_device
+from longspan.comm.devices import check_devices
+from longspan.comm.groups import ranks_per_node
 from longspan.comm.hops import Hop
 from longspan.comm.launch import join_world, launch, leave_world
-from longspan.comm.torchrun import under_torchrun
+from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import call
+from longspan.comm.transport import transport_of
 from longspan.plan import Costs, Shape, Topology
 from longspan.spec import SpecError
 
@@ -29,16 +31,20 @@ _TILE_ROWS = (128, 512, 2048)
 _HEADS = 4
 
 
-def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16) -> Costs | None:
-    """Measure on this world if a launcher made one, else on `ranks` new processes. Only rank 0 gets the result."""
+def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16, device: str = "auto") -> Costs | None:
+    """Measure on this world if a launcher made one, else on `ranks` new processes. Only rank 0 gets the result.
+
+    Raises `SpecError` if there are more ranks here than devices.
+    """
+    check_devices(device, local_ranks(ranks), "--device cpu")
     if under_torchrun():
-        return _measure_and_leave(head_dim, dtype, mebibytes)
-    return launch(_measure_and_leave, (head_dim, dtype, mebibytes), ranks)
+        return _measure_and_leave(head_dim, dtype, mebibytes, device)
+    return launch(_measure_and_leave, (head_dim, dtype, mebibytes, device), ranks)
 
 
 def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_bytes: int) -> Costs:
     """The costs in `group`, the same on every rank: the slowest rank's. Collective."""
-    rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), wire_device(group)
+    rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), _device_of(group)
     if ranks == 1:
         raise SpecError("one rank sends nothing that could be measured", hint="start at least two ranks")
     tiles = {rows: _tile_seconds(rows, head_dim, dtype, device) for rows in (1, *_TILE_ROWS)}
@@ -73,8 +79,13 @@ def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_byt
     return Costs(**{**vars(costs), **values})
 
 
-def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int) -> Costs | None:
-    join_world(Topology(dp=int(os.environ["WORLD_SIZE"])), timedelta(minutes=5))
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    """The GPU where messages of the group travel between GPUs, else the CPU."""
+    return transport_of(group).carries(torch.device("cuda"))
+
+
+def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int, device: str) -> Costs | None:
+    join_world(Topology(dp=int(os.environ["WORLD_SIZE"])), timedelta(minutes=5), device=device)
     try:
         group = dist.group.WORLD
         assert group is not None, "the world was just joined"
@@ -88,7 +99,8 @@ def _line(
     group: dist.ProcessGroup, exchange: Callable[[int], Callable[[], None]], num_bytes: int
 ) -> tuple[float, float]:
     """Latency and bandwidth of what `exchange(size)` does, from a small and a large size."""
-    small, large = (_slowest(group, _seconds(exchange(size), group)) for size in (_SMALL, num_bytes))
+    device = _device_of(group)
+    small, large = (_slowest(group, _seconds(exchange(size), group, device)) for size in (_SMALL, num_bytes))
     return small, (num_bytes - _SMALL) / max(large - small, 1e-9)
 
 
@@ -100,7 +112,7 @@ def _hop(
 
     def run() -> None:
         with call("forward", "calibrate", "", dist.get_rank(group), device) as meter:
-            Hop(list(sends), list(receives)).post(group, meter, collective).wait(meter)
+            Hop(list(sends), list(receives)).post(group, meter, sends[0][1] if collective else None).wait(meter)
 
     return run
 
@@ -111,7 +123,7 @@ def _tile_seconds(rows: int, head_dim: int, dtype: torch.dtype, device: torch.de
     return _seconds(lambda: kernel.forward(q, k, v, (shape,), 0.1), None, device)
 
 
-def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device | None = None) -> float:
+def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
     """The least of a few runs, the first of which only warms up."""
     best = float("inf")
     run()
@@ -126,12 +138,12 @@ def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device:
     return best
 
 
-def _finish(device: torch.device | None) -> None:
-    if torch.cuda.is_available() and (device is None or device.type == "cuda"):
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
 
 
 def _slowest(group: dist.ProcessGroup, seconds: float) -> float:
-    value = torch.tensor([seconds], dtype=torch.float64, device=wire_device(group))
+    value = torch.tensor([seconds], dtype=torch.float64, device=_device_of(group))
     dist.all_reduce(value, dist.ReduceOp.MAX, group=group)
     return float(value)

@@ -31,10 +31,17 @@ def bench() -> None:
 @click.option("--head-dim", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32", show_default=True)
 @click.option("--mebibytes", type=click.IntRange(min=1), default=16, show_default=True, help="Size of a large message.")
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where ranks compute; each needs a CUDA device of its own.",
+)
 @click.option("--output", type=click.Path(path_type=Path), default=Path("costs.json"), show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
 @friendly
-def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, output: Path, as_json: bool) -> None:
+def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, device: str, output: Path, as_json: bool) -> None:
     """Measure messages, all-to-all and tiles between the ranks at hand, for route "auto".
 
     \b
@@ -45,7 +52,7 @@ def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, output: Pat
     check_folder(output)
     with spinner(as_json) as told:
         told("measuring")
-        costs = run_calibration(ranks, head_dim, DTYPES[dtype], mebibytes)
+        costs = run_calibration(ranks, head_dim, DTYPES[dtype], mebibytes, device)
     if costs is None:
         return
     costs.save(output)

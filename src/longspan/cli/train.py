@@ -10,8 +10,8 @@ from rich.table import Table
 from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, corpus_progress
 from longspan.train.config import load_config
-from longspan.train.monitor import json_line
-from longspan.train.run import Summary, prepare, reckon
+from longspan.train.monitor import json_line, speed_words
+from longspan.train.run import Summary, check_ranks, prepare, reckon
 from longspan.train.run import train as run_training
 from longspan.train.start import is_first, start_table
 
@@ -34,6 +34,8 @@ def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, 
         torchrun --nnodes 2 --nproc-per-node 8 ... -m longspan.cli.main train run.toml
     """
     loaded = load_config(config, overrides)
+    if not dry_run:
+        check_ranks(loaded)
     with corpus_progress(quiet) as progress:
         store = prepare(loaded, progress)
     if dry_run:
@@ -57,7 +59,10 @@ def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, 
 def _table(summary: Summary) -> Table:
     table = Table(show_header=False, box=None)
     table.add_row("steps", f"{summary.steps}, {summary.tokens:,} tokens on {_ranks(summary)}")
-    table.add_row("speed", f"{summary.tokens_per_second:,.0f} tokens/s")
+    table.add_row("speed", speed_words(summary))
+    if summary.mfu is not None:
+        full = f"{summary.tflops_full:,.0f} if every token saw its whole row"
+        table.add_row("work", f"{summary.tflops:,.0f} TFLOP/s a device; {full}")
     if summary.ranks > 1:
         pairs, seconds = summary.pairs_imbalance, summary.time_imbalance
         table.add_row("busiest rank", f"{pairs:.2f} x mean pairs, {seconds:.2f} x mean time in attention")

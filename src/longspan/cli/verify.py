@@ -1,6 +1,6 @@
 """`longspan verify`: the verdict on a configuration, as a table or JSON; exit code 1 if a case fails."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from longspan.cli.options import config_options, spinner
 from longspan.train.config import ParallelConfig, load_config
 from longspan.train.monitor import json_line
 from longspan.verify.config import VerifyConfig
+from longspan.verify.cut import describe_cut
 from longspan.verify.judge import EXACT, Verdict
 from longspan.verify.run import verify as run_verification
 
@@ -29,6 +30,8 @@ from longspan.verify.run import verify as run_verification
 )
 @click.option("--dtype", multiple=True, help="fp64, fp32, bf16, fp16; repeatable. Default: fp64 and fp32.")
 @click.option("--steps", default=2, show_default=True, help="Optimizer steps to replay.")
+@click.option("--layers", type=int, help="Cut the model to this many layers, with every kind of mask. Default: all.")
+@click.option("--tokens", type=int, help="Cut rows to this many tokens. Default: the file's.")
 @click.option("--quiet", is_flag=True, help="No progress on stderr.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 @friendly
@@ -41,6 +44,8 @@ def verify(
     wire_dtype: tuple[str, ...],
     dtype: tuple[str, ...],
     steps: int,
+    layers: int | None,
+    tokens: int | None,
     quiet: bool,
     as_json: bool,
 ) -> None:
@@ -57,16 +62,23 @@ def verify(
         "wire_dtypes": [None if name == "none" else name for name in wire_dtype] or (run.parallel.wire_dtype,),
         "dtypes": dtype or ("fp64", "fp32"),
         "steps": steps,
+        "layers": layers,
+        "tokens": tokens,
     }
+    cases = VerifyConfig.model_validate(values)
+    whole = describe_cut(run, cases)
     with spinner(quiet) as told:
-        verdicts = run_verification(run, VerifyConfig.model_validate(values), told)
+        verdicts = run_verification(run, cases, told)
     failed = sum(not verdict.passed for verdict in verdicts)
     if as_json:
-        click.echo(json_line({"passed": not failed, "cases": [asdict(verdict) for verdict in verdicts]}))
+        told_cut = {name: {"verified": now, "of": before} for name, (now, before) in whole.items()}
+        click.echo(
+            json_line({"passed": not failed, "cut": told_cut, "cases": [asdict(verdict) for verdict in verdicts]})
+        )
     else:
         console = Console(highlight=False, width=None if Console().is_terminal else 160)
         console.print(_table(verdicts, run.parallel))
-        console.print(_summary(verdicts))
+        console.print(_summary(verdicts) + _cut(whole))
     if failed:
         raise SystemExit(1)
 
@@ -77,6 +89,13 @@ def _summary(verdicts: Sequence[Verdict]) -> str:
     rounded = [v.passed for v in verdicts if v.wire_dtype is not None]
     kinds = ((exact, "cases equal cp=1"), (rounded, "cases with a wire dtype are within its bounds of cp=1"))
     return ", ".join(f"{sum(passed)} of {len(passed)} {what}" for passed, what in kinds if passed)
+
+
+def _cut(whole: Mapping[str, tuple[int, int]]) -> str:
+    """What was left out."""
+    words = {"layers": "layers", "row_tokens": "tokens a row"}
+    parts = [f"{now:,} of {before:,} {words[name]}" for name, (now, before) in whole.items()]
+    return f"; cut to {' and '.join(parts)}" if parts else ""
 
 
 def _table(verdicts: Sequence[Verdict], parallel: ParallelConfig) -> Table:

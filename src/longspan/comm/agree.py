@@ -4,22 +4,23 @@ import hashlib
 from collections import Counter
 
 import torch
-import torch.distributed as dist
 
 from longspan.comm.gather import stack
+from longspan.comm.groups import RankGroup
+from longspan.comm.transport import transport_of
 from longspan.spec import CommError, DisagreementError
 
 _WIDTH = 32
 _TEXT = 480
 
 
-def check_agreement(group: dist.ProcessGroup | None, what: dict[str, bytes], problem: Exception | None = None) -> None:
+def check_agreement(group: RankGroup | None, what: dict[str, bytes], problem: Exception | None = None) -> None:
     """Compare `what` (name -> bytes) over the ranks of `group`; raise on every rank if one differs or has a `problem`.
 
     Collective, one all-gather of a few hundred bytes. The error names the part that differs and the ranks that hold the
     minority's version; a rank's own `problem` is raised there as it is, and elsewhere as a `DisagreementError` naming it.
     """
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None or transport_of(group).size == 1:
         if problem is not None:
             raise problem
         return
@@ -41,7 +42,7 @@ def check_agreement(group: dist.ProcessGroup | None, what: dict[str, bytes], pro
         _raise_on_difference(group, name, [p[_WIDTH * index : _WIDTH * (index + 1)] for p in packets])
 
 
-def _raise_first_problem(group: dist.ProcessGroup, packets: list[bytes], offset: int) -> None:
+def _raise_first_problem(group: RankGroup, packets: list[bytes], offset: int) -> None:
     for rank, packet in enumerate(packets):
         size = int.from_bytes(packet[offset : offset + 2], "little")
         if size:
@@ -49,7 +50,7 @@ def _raise_first_problem(group: dist.ProcessGroup, packets: list[bytes], offset:
             raise DisagreementError(f"{_name(group, rank)} cannot go on: {text}")
 
 
-def _raise_on_difference(group: dist.ProcessGroup, name: str, versions: list[bytes]) -> None:
+def _raise_on_difference(group: RankGroup, name: str, versions: list[bytes]) -> None:
     (common, _), *others = Counter(versions).most_common()
     if not others:
         return
@@ -61,6 +62,6 @@ def _raise_on_difference(group: dist.ProcessGroup, name: str, versions: list[byt
     )
 
 
-def _name(group: dist.ProcessGroup, rank: int) -> str:
-    world = dist.get_global_rank(group, rank)
+def _name(group: RankGroup, rank: int) -> str:
+    world = transport_of(group).global_rank(rank)
     return f"rank {rank}" if world == rank else f"rank {rank} (global rank {world})"

@@ -231,7 +231,7 @@ _SILENT = {
 _SPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 _KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
 _NAMED = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.pipelining")
-_PLUMBING = (__name__, "longspan.comm.gather")
+_PLUMBING = (__name__, "longspan.comm.gather", "longspan.comm.transport")
 
 
 def _bound(func: Any, args: Sequence[Any]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 Shards of unequal lengths go through `sharding.gather`."""
 
 import torch
-import torch.distributed as dist
 
-from longspan.comm.groups import wire_device
+from longspan.comm.groups import RankGroup
+from longspan.comm.transport import transport_of
 
 
-def stack(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def stack(x: torch.Tensor, group: RankGroup | None) -> torch.Tensor:
     """(ranks, *x.shape) in rank order, on the device of `x`, which has one shape and dtype on all ranks.
 
     Collective unless `x` is empty; not differentiable. `group` None is a group of this rank alone.
@@ -15,8 +15,9 @@ def stack(x: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     x = x.detach()
     if group is None:
         return x[None]
-    mine = x.contiguous().to(wire_device(group))
-    everyone = mine.new_empty(dist.get_world_size(group), *x.shape)
+    transport = transport_of(group)
+    mine = x.contiguous().to(transport.carries(x.device))
+    everyone = mine.new_empty(transport.size, *x.shape)
     if mine.numel():
-        dist.all_gather_single(everyone.view(-1), mine.view(-1), group=group)
+        transport.all_gather(everyone.view(-1), mine.view(-1))
     return everyone.to(x.device)

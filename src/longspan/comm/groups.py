@@ -1,18 +1,23 @@
-"""Process groups from whatever the caller holds: a group, a one-dimensional DeviceMesh, or nothing (one rank)."""
+"""Groups from whatever the caller holds: a process group, a DeviceMesh axis, ranks in memory, or nothing (one rank)."""
 
 import os
+from datetime import timedelta
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from longspan.comm.transport import Transport, transport_of
 from longspan.spec import SpecError
 
-Group = dist.ProcessGroup | DeviceMesh | None
+RankGroup = dist.ProcessGroup | Transport
+"""The ranks that carry out a plan together."""
+Group = RankGroup | DeviceMesh | None
 
 
-def as_group(group: Group, levels: tuple[int, int] | None = None) -> dist.ProcessGroup | None:
+def as_group(group: Group, levels: tuple[int, int] | None = None) -> RankGroup | None:
     """The process group behind `group`; None stays None and means a group of this rank alone.
 
     A mesh of two axes (outer, inner) is taken for the group of all its ranks where a route has two `levels`, of these sizes.
@@ -26,7 +31,10 @@ def as_group(group: Group, levels: tuple[int, int] | None = None) -> dist.Proces
                     hint=f"set inner={group.size(1)}, or give a mesh of that shape",
                 )
             # One group of all ranks, made once for a mesh; messages go by the plan's own numbers.
-            return group._flatten().get_group()
+            flat = group._flatten().get_group()
+            if flat is not dist.group.WORLD and not torch.compiler.is_compiling():
+                set_timeout(flat, timeout_of(group.get_group(0)))
+            return flat
         if group.ndim != 1:
             names = group.mesh_dim_names or "without names"
             raise SpecError(
@@ -34,33 +42,39 @@ def as_group(group: Group, levels: tuple[int, int] | None = None) -> dist.Proces
                 hint='give the context-parallel axis alone, such as mesh["cp"]',
             )
         return group.get_group()
-    if group is None or isinstance(group, dist.ProcessGroup):
+    if group is None or isinstance(group, RankGroup):
         return group
     raise SpecError(f"{type(group).__name__} is neither a process group nor a DeviceMesh")
 
 
-def rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
+def rank_and_size(group: RankGroup | None) -> tuple[int, int]:
     """This process's rank in `group` and the number of ranks there."""
     if group is None:
         return 0, 1
-    rank = dist.get_rank(group)
-    if rank < 0:
+    transport = transport_of(group)
+    if transport.rank < 0:
         raise SpecError(f"this process (global rank {dist.get_rank()}) is not part of the given group")
-    return rank, dist.get_world_size(group)
+    return transport.rank, transport.size
 
 
-def ranks_per_node(group: dist.ProcessGroup | None) -> int | None:
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    """How long a rank waits for the others of `group`."""
+    # Private in torch: nothing public reads a timeout, or sets one that a group inherits.
+    timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
+    return timeout
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    """Let ranks wait for so long in `group`, on every device. Where a group of two backends is split off, torch 2.13 gives
+    gloo's half its default of 30 minutes, whatever is asked for."""
+    _set_pg_timeout(timeout, group)
+
+
+def ranks_per_node(group: RankGroup | None) -> int | None:
     """How many neighbouring ranks of `group` share a node, if torchrun tells and every node holds as many; else None."""
     local = os.environ.get("LOCAL_WORLD_SIZE")
-    if group is None or local is None:
+    if group is None or isinstance(group, Transport) or local is None:
         return None
     nodes = [rank // int(local) for rank in dist.get_process_group_ranks(group)]
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     return sizes[0] if len(set(sizes)) == 1 and len(sizes) == len(set(nodes)) else None
-
-
-def wire_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a tensor must live to travel in `group`: the GPU for NCCL, else the CPU."""
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

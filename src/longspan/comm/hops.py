@@ -8,13 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from longspan.comm.groups import RankGroup
 from longspan.comm.traffic import Call
+from longspan.comm.transport import Message, Transport, Work, transport_of
 from longspan.spec import CommError
-
-Message = tuple[int, torch.Tensor]
-"""A rank of the group, and a contiguous tensor to send to it or to fill from it."""
 
 
 @dataclass
@@ -24,49 +22,49 @@ class Hop:
     sends: list[Message] = field(default_factory=list)
     receives: list[Message] = field(default_factory=list)
 
-    def post(self, group: dist.ProcessGroup | None, call: Call, collective: bool = False) -> "Flight":
-        """Start all messages, as one all-to-all if `collective` (then every rank of the group posts one). The tensors must
-        stay untouched until `Flight.wait`."""
-        if not self.sends and not self.receives and not collective:
+    def post(self, group: RankGroup | None, call: Call, collective: torch.Tensor | None = None) -> "Flight":
+        """Start all messages. The tensors must stay untouched until `Flight.wait`.
+
+        `collective`, any tensor of the messages' type and device, makes one all-to-all of them; then every rank of the group
+        posts one, with messages or without.
+        """
+        if not self.sends and not self.receives and collective is None:
             return Flight()
         assert group is not None, "a plan of one rank has no messages"
+        transport = transport_of(group)
         call.bytes_sent += sum(tensor.nbytes for _, tensor in self.sends)
         call.messages_sent += len(self.sends)
         peers = [peer for peer, _ in (*self.receives, *self.sends)]
         start = call.clock.now()
         landed: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
-            if collective:
+            if collective is not None:
                 call.collectives += 1
-                works, landed, kept = self._all_to_all(group)
+                works, landed, kept = self._all_to_all(transport, collective)
             else:
-                # gloo tells a peer that it may send behind whatever it has begun to send itself: receive first.
-                operations = [dist.P2POp(dist.irecv, x, group=group, group_peer=peer) for peer, x in self.receives]
-                operations += [dist.P2POp(dist.isend, x, group=group, group_peer=peer) for peer, x in self.sends]
-                works, kept = dist.batch_isend_irecv(operations), (self.sends, self.receives)
+                works, kept = transport.post(self.sends, self.receives), (self.sends, self.receives)
+        except CommError:
+            raise
         except RuntimeError as error:
             raise _lost(peers, error) from error
         return Flight(works, peers, start, sum(x.nbytes for _, x in self.receives), landed, kept)
 
-    def _all_to_all(self, group: dist.ProcessGroup) -> tuple[Sequence[dist.Work], list[tuple[Any, Any]], Any]:
+    def _all_to_all(
+        self, transport: Transport, like: torch.Tensor
+    ) -> tuple[Sequence[Work], list[tuple[Any, Any]], Any]:
         """Post one all-to-all; also where pieces have yet to be copied when it is done, and what must live until then."""
-        ranks = dist.get_world_size(group)
         sends, receives = (sorted(messages, key=lambda message: message[0]) for messages in (self.sends, self.receives))
-        like = [x for _, x in (*sends, *receives)] or [torch.empty(0)]
         outgoing = joined([x for _, x in sends])
         if outgoing is None:
-            outgoing = torch.cat([x.reshape(-1) for _, x in sends]) if sends else like[0].new_empty(0)
+            outgoing = torch.cat([x.reshape(-1) for _, x in sends]) if sends else like.new_empty(0)
         incoming = joined([x for _, x in receives])
         landed: list[tuple[Any, Any]] = []
         if incoming is None:
             sizes = [x.numel() for _, x in receives]
-            incoming = like[0].new_empty(sum(sizes))
+            incoming = like.new_empty(sum(sizes))
             pieces = torch.split(incoming, sizes) if receives else ()
             landed = [(x, piece.view(x.shape)) for (_, x), piece in zip(receives, pieces, strict=True)]
-        work = dist.all_to_all_single(
-            incoming, outgoing, _sizes(receives, ranks), _sizes(sends, ranks), group=group, async_op=True
-        )
-        assert work is not None
+        work = transport.all_to_all(incoming, outgoing, _sizes(receives, transport.size), _sizes(sends, transport.size))
         return [work], landed, (outgoing, incoming)
 
 
@@ -74,7 +72,7 @@ class Hop:
 class Flight:
     """Messages under way; holds on to their tensors."""
 
-    works: Sequence[dist.Work] = ()
+    works: Sequence[Work] = ()
     peers: Sequence[int] = ()
     start: Any = None
     num_bytes: int = 0
@@ -82,13 +80,19 @@ class Flight:
     kept: Any = None
 
     def wait(self, call: Call) -> None:
-        """Return when everything has arrived and left. Raises `CommError` naming the peers if one of them is gone."""
+        """Return when everything has arrived and left; on NCCL, once the current stream waits for that.
+
+        Raises `CommError` naming the peers if one of them is gone. That is gloo: under NCCL a wait returns at once, and torch's
+        watchdog ends the process when the communicator's timeout is over.
+        """
         if not self.works:
             return
         with call.spend("waiting"):
             for index, work in enumerate(self.works):
                 try:
                     work.wait()
+                except CommError:
+                    raise
                 except RuntimeError as error:
                     # A backend may answer for the whole batch with one work.
                     one_each = len(self.works) == len(self.peers)

@@ -15,11 +15,15 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from longspan.comm.devices import check_devices, device_type
 from longspan.comm.meshes import Meshes
+from longspan.comm.torchrun import local_ranks
 from longspan.plan import Topology
 from longspan.spec import CommError
 
 _LINGER_SECONDS = 2.0
+_PATIENCE = timedelta(days=7)
+"""For ranks that are not there yet, as they tokenise or load. Those that die are the launcher's, which ends the others."""
 
 
 def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
@@ -66,16 +70,32 @@ def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
         raise
 
 
-def join_world(topology: Topology, timeout: timedelta, threads: int | None = None) -> Meshes:
-    """Initialise this rank and return its meshes."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+def join_world(topology: Topology, timeout: timedelta, threads: int | None = None, device: str = "auto") -> Meshes:
+    """Initialise this rank and return its meshes, whose groups all have `timeout`. It counts from when all ranks are there.
+
+    `device`: "cpu", "cuda", or "auto", as `device_type` reads it. Raises `SpecError`: see `check_devices`.
+    """
+    local = local_ranks(1)
+    check_devices(device, local)
+    store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
+    meet(store, world)
+    start: dict[str, Any] = {"store": store, "rank": rank, "world_size": world, "timeout": timeout}
+    if device_type(device) == "cuda":
+        own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(own)
+        # Bound to its device, the world is connected at once, and groups are split off it. What ranks agree on goes over gloo.
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=own, **start)
     else:
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local))
-    dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
-    return Meshes.of(topology, "cuda" if cuda else "cpu")
+        dist.init_process_group("gloo", **start)
+    return Meshes.of(topology, device_type(device))
+
+
+def meet(store: dist.Store, world: int) -> None:
+    """Wait until `world` ranks have called this, however long the store's own timeout is."""
+    if store.add("longspan/ranks", 1) == world:
+        store.set("longspan/all", "")
+    store.wait(["longspan/all"], _PATIENCE)
 
 
 def leave_world() -> None:

@@ -4,15 +4,13 @@ The gradients of the rows take the same way back."""
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from longspan.comm.groups import rank_and_size, wire_device
+from longspan.comm.groups import RankGroup, rank_and_size
+from longspan.comm.transport import transport_of
 from longspan.spec import CommError, SpecError
 
 
-def exchange_rows(
-    x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
-) -> torch.Tensor:
+def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: RankGroup | None) -> torch.Tensor:
     """The rows that the ranks of `group` sent here, in rank order. Collective, differentiable.
 
     x (sum(sent), E): the first `sent[0]` rows go to rank 0 of the group, the next `sent[1]` to rank 1, and so on;
@@ -33,7 +31,7 @@ def exchange_rows(
     return rows
 
 
-def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+def exchange_counts(counts: torch.Tensor, group: RankGroup | None) -> torch.Tensor:
     """What the ranks of `group` counted for this one: (ranks, n) of which row r is for rank r gives (ranks, n) of which
     row r is from rank r. Collective; of any dtype; not differentiable. `group` None: gives `counts`."""
     ranks = rank_and_size(group)[1]
@@ -44,9 +42,7 @@ def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup | None) -> to
 
 class _Exchange(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, sent: list[int], received: list[int], group: RankGroup) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return _all_to_all(x, sent, received, group)
 
@@ -55,15 +51,19 @@ class _Exchange(torch.autograd.Function):
         return exchange_rows(grad, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+def _all_to_all(x: torch.Tensor, sent: list[int], received: list[int], group: RankGroup | None) -> torch.Tensor:
     assert group is not None, "a group of several ranks"
-    outgoing = x.contiguous().to(wire_device(group))
+    transport = transport_of(group)
+    outgoing = x.contiguous().to(transport.carries(x.device))
     incoming = outgoing.new_empty(sum(received), *x.shape[1:])
+    row = x.shape[1:].numel()
+    sizes = ([rows * row for rows in counts] for counts in (received, sent))
     try:
-        dist.all_to_all_single(incoming, outgoing, received, sent, group=group)
+        transport.all_to_all(incoming.view(-1), outgoing.view(-1), *sizes).wait()
     except RuntimeError as error:
+        ranks = [transport.global_rank(rank) for rank in range(transport.size)]
         raise CommError(
-            f"an exchange of rows among ranks {dist.get_process_group_ranks(group)} failed: {str(error).splitlines()[0]}",
+            f"an exchange of rows among ranks {ranks} failed: {str(error).splitlines()[0]}",
             hint="look at the logs of those ranks: one of them most likely ended first",
         ) from error
     return incoming.to(x.device)

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from longspan.comm.gather import stack
+from longspan.comm.groups import RankGroup
 from longspan.comm.upload import upload
 from longspan.plan import Layout
 from longspan.spec import SpecError
@@ -38,7 +38,7 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.Te
     return torch.cat(live, dim=index).index_select(index, inverse)
 
 
-def gather(x: torch.Tensor, layout: Layout, rank: int, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
+def gather(x: torch.Tensor, layout: Layout, rank: int, dim: int, group: RankGroup | None) -> torch.Tensor:
     """`unshard` over a group: every rank gives its slots and gets the global tensor. Collective, differentiable.
 
     Backward takes this rank's slots of the incoming gradient, as for a loss that every rank computes in full, alike.
@@ -50,7 +50,7 @@ def gather(x: torch.Tensor, layout: Layout, rank: int, dim: int, group: dist.Pro
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, layout: Layout, rank: int, dim: int, group: dist.ProcessGroup | None
+        ctx: Any, x: torch.Tensor, layout: Layout, rank: int, dim: int, group: RankGroup | None
     ) -> torch.Tensor:
         ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
         index = dim % x.ndim

@@ -16,3 +16,8 @@ def world_size() -> int | None:
 def local_world_size() -> int | None:
     """Ranks that the launcher started on this machine; None without one."""
     return int(os.environ["LOCAL_WORLD_SIZE"]) if under_torchrun() and "LOCAL_WORLD_SIZE" in os.environ else None
+
+
+def local_ranks(world: int) -> int:
+    """Ranks on this machine: all of `world` if this process starts them, else as many as the launcher says, at least its own."""
+    return (local_world_size() or 1) if under_torchrun() else world

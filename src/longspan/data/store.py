@@ -1,14 +1,17 @@
 """TokenStore: a corpus tokenised once into memory-mapped arrays, split by document into training and held-out.
-The cache is keyed by what went in (files, tokenizer, options) and appears whole or not at all, so ranks may race.
+The cache is keyed by what went in (files, tokenizer, options) and appears whole or not at all. Of the processes that want the
+same one, one tokenises and the others wait.
 """
 
+import fcntl
 import hashlib
 import itertools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,7 +89,8 @@ class TokenStore:
 def open_store(config: DataConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
     """The tokenised corpus of `config`, from its cache if nothing changed, else tokenised.
 
-    `progress`, if given, is called with the number of documents done after each that is tokenised.
+    `progress`, if given, is called with the number of documents done after each that is tokenised. While another process
+    tokenises the same corpus this one waits, however long, and raises what that one raises.
 
     Raises DataError: what `read_documents` and `load_tokenizer` raise; a corpus of one document to be split; a cache
     folder that cannot be written or is damaged.
@@ -152,14 +156,44 @@ def _write(
 ) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
-        try:
-            _write_arrays(scratch, documents, tokenizer, progress)
-            _publish(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with _one_at_a_time(folder.with_suffix(".lock")):
+            if folder.is_dir():
+                return
+            scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+            try:
+                _write_arrays(scratch, documents, tokenizer, progress)
+                _publish(scratch, folder)
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise DataError(f"cannot write the token cache {folder}: {error}", hint="set cache_dir") from error
+
+
+@contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    """Hold a lock inside the block. The system frees the lock of a process that dies, and the next one takes its place.
+
+    The file goes with its first holder: whoever waits keeps the file open, and reads there what made the holder fail. Raises
+    that DataError.
+    """
+    with lock.open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            if failure := file.read():
+                raise DataError(*json.loads(failure)) from None
+        except OSError:
+            pass  # a file system without locks: processes race, and the first folder stays
+        file.truncate(0)
+        try:
+            yield
+        except DataError as error:
+            file.write(json.dumps([error.message, error.hint]))
+            raise
+        finally:
+            lock.unlink(missing_ok=True)
 
 
 def _write_arrays(

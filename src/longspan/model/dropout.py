@@ -7,11 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.model.chunks import chunk_elements
 from longspan.model.philox import check_keep, keep
 from longspan.spec import SpecError
-
-# Elements at a time in eager code: 2 MiB of temporaries, which a CPU's cache holds.
-CHUNK_ELEMENTS = 2**17
 
 
 class TokenDropout(nn.Module):
@@ -62,10 +60,10 @@ def _drop(x: Tensor, tokens: Tensor, p: float, seed: int, site: int) -> Tensor:
         return torch.where(kept, x * (1 / (1 - p)), 0)
 
     # A compiler fuses all of it, and needs no chunks.
-    if torch.compiler.is_compiling() or x.numel() <= CHUNK_ELEMENTS:
+    if torch.compiler.is_compiling() or x.numel() <= (size := chunk_elements(x.device.type)):
         return drop(x, tokens)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    num_rows = max(1, CHUNK_ELEMENTS // x.shape[-1])
+    num_rows = max(1, size // x.shape[-1])
     flat = (out.flatten(0, -2), x.flatten(0, -2), tokens.flatten())
     for part, *given in zip(*(each.split(num_rows) for each in flat), strict=True):
         part.copy_(drop(*given))

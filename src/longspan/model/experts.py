@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.groups import rank_and_size, wire_device
+from longspan.comm.groups import rank_and_size
 from longspan.comm.rows import exchange_counts, exchange_rows
+from longspan.comm.transport import transport_of
 from longspan.model.config import ModelConfig
 from longspan.spec import SpecError
 
@@ -41,6 +42,8 @@ class Routing:
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Layer index -> its auxiliary sum over this rank's tokens, detached, in fp32 (fp64 for fp64). Assigned and not
     added, so that a recomputed layer counts once; not filled where `balance` is 0."""
+    slots: Tensor | None = None
+    """int64 (N,): where `live` is True in its B T slots; None: each layer looks, and waits for the device."""
 
 
 class MixtureOfExperts(nn.Module):
@@ -93,7 +96,7 @@ class MixtureOfExperts(nn.Module):
             )
         dead = ~routing.live[..., None]
         x = x.masked_fill(dead, 0.0)
-        slots = routing.live.flatten().nonzero()[:, 0]
+        slots = routing.live.flatten().nonzero()[:, 0] if routing.slots is None else routing.slots
         # The router sees the slots as they lie in the sequence, which is what a parallel style knows how to cut.
         tokens, probabilities, unit = (
             value.flatten(0, 1).index_select(0, slots) for value in (x, self.gate(x), routing.unit)
@@ -156,6 +159,8 @@ class Experts(nn.Module):
     one forward, with `n_re` rows of rank r for expert e, exactly `E * (sum of n_re over experts of other ranks + sum of
     n_qe over other ranks q and own experts)` elements, and as many again in backward (twice, if it recomputes forward).
     Where the router spreads the rows of T tokens a rank evenly over ep ranks that is `2 T top_k E (ep - 1) / ep`.
+
+    The host waits for the device once, for the sizes of what is sent; with one rank never, where `one_kernel` holds.
     """
 
     group: dist.ProcessGroup | None = None
@@ -167,24 +172,35 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (R, E) in the order of their experts, counts (X,) int64 of them for each -> (R, E). Collective over `group`."""
-        gate_up, down = _local(self.gate_up_proj).unbind(), _local(self.down_proj).unbind()
+        gate_up, down = _local(self.gate_up_proj), _local(self.down_proj)
         ranks, num_local = rank_and_size(self.group)[1], len(down)
         if ranks * num_local != len(counts):
             raise SpecError(
                 f"{len(counts)} experts are not {num_local} on each of {ranks} ranks",
                 hint="ep divides the number of experts; set group, and leave this rank's part of dim 0 alone",
             )
-        here = exchange_counts(counts.view(ranks, num_local), self.group).tolist()
-        sent = [sum(row) for row in counts.view(ranks, num_local).tolist()]
-        received = [sum(row) for row in here]
-        # By rank, and of each rank by expert: every num_local-th piece is of the same expert.
-        pieces = list(exchange_rows(rows, sent, received, self.group).split([count for row in here for count in row]))
-        for expert in range(num_local):
-            own = pieces[expert::num_local]
-            # Without a row too: the expert's gradient is then 0, and not missing.
-            out = _feed_forward(torch.cat(own), gate_up[expert], down[expert])
-            pieces[expert::num_local] = out.split([len(piece) for piece in own])
-        return exchange_rows(torch.cat(pieces), received, sent, self.group)
+        if ranks == 1:
+            return _feed_forwards(rows, counts, gate_up, down)
+        there = counts.view(ranks, num_local)
+        here = exchange_counts(there, self.group)
+        sent, received = torch.stack((there.sum(1), here.sum(1))).tolist()
+        rows = exchange_rows(rows, sent, received, self.group)
+        # By rank, and of each rank by expert: sorted by expert alone, a stable sort keeps the ranks in order.
+        expert = torch.arange(num_local, device=rows.device).repeat(ranks)
+        order = expert.repeat_interleave(here.flatten(), output_size=len(rows)).argsort(stable=True)
+        out = _feed_forwards(_take(rows, order, 1), here.sum(0), gate_up, down)
+        return exchange_rows(_take(out, order.argsort(), 1), received, sent, self.group)
+
+
+def one_kernel(rows: Tensor, ffn_width: int) -> bool:
+    """Whether torch's grouped product computes all experts in one kernel, offsets read on the device: bf16 on CUDA, compute
+    capability 8.0 or more, rows of 16 bytes' multiples. Elsewhere it loops over experts itself, on the host."""
+    return (
+        rows.dtype == torch.bfloat16
+        and rows.device.type == "cuda"
+        and torch.cuda.get_device_capability(rows.device) >= (8, 0)
+        and rows.shape[1] % 8 == ffn_width % 8 == 0
+    )
 
 
 class _Take(torch.autograd.Function):
@@ -232,9 +248,19 @@ def _weigh(rows: Tensor, weights: Tensor) -> Tensor:
     return first
 
 
-def _feed_forward(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, down)
+def _feed_forwards(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """SwiGLU of rows (R, E) in the order of their experts, of which `counts` (X_local,) has the numbers."""
+    if one_kernel(rows, down.shape[2]):
+        ends = counts.cumsum(0, dtype=torch.int32)
+        gate, up = F.grouped_mm(rows, gate_up.mT, offs=ends).chunk(2, dim=-1)
+        return F.grouped_mm(F.silu(gate) * up, down.mT, offs=ends)
+
+    def one(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, down)
+
+    # An expert without a row takes part: its gradient is then 0, and not missing.
+    return torch.cat(list(map(one, rows.split(counts.tolist()), gate_up.unbind(), down.unbind())))
 
 
 def _count(unit: Tensor, chosen: Tensor, num_units: int, num_experts: int) -> Tensor:
@@ -248,7 +274,7 @@ def _sum_over(counts: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     if rank_and_size(group)[1] == 1:
         return counts
     assert group is not None, "a group of several ranks"
-    total = counts.to(wire_device(group), copy=True)
+    total = counts.to(transport_of(group).carries(counts.device), copy=True)
     dist.all_reduce(total, group=group)
     return total.to(counts.device)
 

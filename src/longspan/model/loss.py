@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.comm.gather import stack
+from longspan.model.chunks import loss_chunk
 from longspan.spec import SpecError
 
 IGNORED = -100
-CHUNK_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def token_loss_sum(
 
     hidden (B, T, E) or (T, E) and the head's weight (V, E) share a dtype; labels, int64, have the shape of `hidden`
     without its last dim and are already shifted. Logits `hidden @ weight.T` are made `chunk_tokens` at a time (default:
-    64 MiB of fp32 logits) and made again in backward. The gradient of `weight` is summed over chunks in fp32 (fp64 for
+    see `logits_bytes`) and made again in backward. The gradient of `weight` is summed over chunks in fp32 (fp64 for
     fp64) and rounded once, so that it does not worsen with the length of the sequence.
 
     No valid label, or no token at all, gives exactly 0 with zero gradients, still attached to the graph: a rank without
@@ -55,7 +55,7 @@ def token_loss_sum(
     """
     _check(hidden, labels, weight, chunk_tokens, vocab)
     if chunk_tokens is None:
-        chunk_tokens = max(1, CHUNK_BYTES // (4 * max(1, weight.shape[0])))
+        chunk_tokens = loss_chunk(weight.device.type, weight.shape[0])
     rows = hidden.reshape(-1, hidden.shape[-1])
     start, group = (0, None) if vocab is None else (vocab.start, vocab.group)
     loss: Tensor = _TokenLossSum.apply(rows, labels.reshape(-1), weight, chunk_tokens, start, group)  # type: ignore[no-untyped-call]
@@ -106,12 +106,14 @@ class _TokenLossSum(torch.autograd.Function):
     ) -> Tensor:
         num_tokens, num_rows = hidden.shape[0], weight.shape[0]
         # Of this part of the vocabulary: the logsumexp, and the label's logit, or 0 where another part has it.
-        part = torch.empty(2, num_tokens, dtype=_wide(hidden), device=hidden.device)
+        part = torch.zeros(2, num_tokens, dtype=_wide(hidden), device=hidden.device)
+        index, here = _columns(labels, start, num_rows)
         for rows in _chunks(num_tokens, chunk_tokens):
             logits = _logits(hidden[rows], weight)
-            index, here = _columns(labels[rows], start, num_rows)
             part[0, rows] = logits.logsumexp(-1)
-            part[1, rows] = logits.gather(-1, index).masked_fill(~here, 0.0).sum(-1)
+            if num_rows:
+                part[1, rows] = logits.gather(-1, index[rows])[:, 0]
+        part[1].masked_fill_(~here, 0.0)
         lses, picked = stack(part, group).unbind(1)
         lse = lses.logsumexp(0)
         ctx.save_for_backward(hidden, labels, weight, lse)
@@ -125,12 +127,14 @@ class _TokenLossSum(torch.autograd.Function):
         needs_hidden, _, needs_weight, *_ = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=lse.dtype) if needs_weight else None
+        index, here = _columns(labels, ctx.start, weight.shape[0])
+        one, ignored = -here.to(lse.dtype)[:, None], (labels == IGNORED)[:, None]
         for rows in _chunks(hidden.shape[0], ctx.chunk_tokens):
-            h, y = hidden[rows], labels[rows]
-            index, here = _columns(y, ctx.start, weight.shape[0])
-            softmax = _logits(h, weight).sub_(lse[rows, None]).exp_()
-            grad_logits = softmax.scatter_add_(-1, index, -here.to(softmax.dtype))
-            narrow = grad_logits.mul_(grad).masked_fill_(y[:, None] == IGNORED, 0.0).to(hidden.dtype)
+            h = hidden[rows]
+            grad_logits = _logits(h, weight).sub_(lse[rows, None]).exp_()
+            if weight.shape[0]:
+                grad_logits.scatter_add_(-1, index[rows], one[rows])
+            narrow = grad_logits.mul_(grad).masked_fill_(ignored[rows], 0.0).to(hidden.dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = narrow @ weight
             if grad_weight is not None:
@@ -139,10 +143,10 @@ class _TokenLossSum(torch.autograd.Function):
 
 
 def _columns(labels: Tensor, start: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Where the labels (N,) are in logits (N, num_rows) of rows `start`, ..., and whether: (N, 1), or (N, 0) without rows."""
-    index = labels[:, None] - start
+    """Where the labels (N,) are in logits (N, num_rows) of rows `start`, ..., (N, 1), and whether they are there, (N,)."""
+    index = labels - start
     here = (index >= 0) & (index < num_rows)
-    return index.clamp(0, max(0, num_rows - 1))[:, :num_rows], here[:, :num_rows]
+    return index.clamp(0, max(0, num_rows - 1))[:, None], here
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -174,7 +178,9 @@ def _check(hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int | N
     if labels.dtype != torch.int64:
         raise SpecError(f"labels are {labels.dtype}", hint="use torch.int64")
     if chunk_tokens is not None and chunk_tokens < 1:
-        raise SpecError(f"chunk_tokens {chunk_tokens} is below 1", hint="leave it out for 64 MiB of logits at a time")
+        raise SpecError(
+            f"chunk_tokens {chunk_tokens} is below 1", hint="leave it out for 64 MiB of logits at a time, 1 GiB on CUDA"
+        )
     size = weight.shape[0] if vocab is None else vocab.size
     if vocab is not None and not 0 <= vocab.start <= size - weight.shape[0]:
         raise SpecError(

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from longspan.model.chunks import chunk_elements
 from longspan.spec import SpecError
 
 Word = Tensor | int
@@ -19,9 +20,6 @@ ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 MASK = 2**32 - 1
-
-# Blocks of four words at a time: small enough for a CPU's cache, and 6 MiB of temporaries.
-CHUNK_BLOCKS = 2**15
 
 
 def normal(
@@ -39,7 +37,7 @@ def normal(
     region: for each dim a slice with start and stop in the global tensor. An element depends on `seed`, `name` and its
     flat index in the global tensor (below 2**63) alone, so any cut into regions gives the same numbers. They are made
     in fp64 by the transform of Box and Muller (1958) and rounded to `dtype` at the end; none is beyond 6.8 std.
-    Temporaries stay below 64 MiB. Raises SpecError for a region that does not lie in the shape.
+    Temporaries are those of `chunk_elements`. Raises SpecError for a region that does not lie in the shape.
     """
     bounds = _bounds(shape, region)
     sizes = [stop - start for start, stop in bounds]
@@ -50,7 +48,7 @@ def normal(
     base = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
     out = torch.empty(math.prod(outer), length, dtype=dtype, device=device)
     key = _key(seed, name)
-    for runs, part in _pieces(*out.shape):
+    for runs, part in _pieces(math.prod(outer), length, chunk_elements(out.device.type)):
         run = torch.arange(runs.start, runs.stop, device=out.device)
         first = torch.full_like(run, base + part.start)
         for size, stride in zip(reversed(outer), reversed(strides[:dim]), strict=True):
@@ -122,10 +120,10 @@ def _key(seed: int, name: str) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
-def _pieces(num_runs: int, length: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (num_runs, length) into pieces of CHUNK_BLOCKS blocks."""
-    width = min(length, 4 * CHUNK_BLOCKS)
-    height = max(1, 4 * CHUNK_BLOCKS // (width + 6))
+def _pieces(num_runs: int, length: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Cut (num_runs, length) into pieces of about `size` elements."""
+    width = min(length, size)
+    height = max(1, size // (width + 6))
     for row in range(0, num_runs, height):
         for column in range(0, length, max(1, width)):
             yield slice(row, min(row + height, num_runs)), slice(column, min(column + width, length))

@@ -15,7 +15,7 @@ import numpy as np
 from longspan.plan.cut import demand_of, rows_for, rows_from, tiles_of
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
-from longspan.plan.ring import renumber
+from longspan.plan.ring import in_step, renumber
 from longspan.plan.steps import Means, Runs, Stage, Step, Tile, Transfer
 
 _MOST_SOURCES = 4
@@ -92,10 +92,7 @@ def direct_stages(
         # What a stage needs leaves while the one before it is computed. Its gradients come home after it.
         stages[-1] = replace(stages[-1], sends=sends)
         stages.append(Stage(tuple(step(holder) for holder in holders if wanted[holder]), home_recvs=sends))
-    # An idle stage between others stays: two ranks post their messages to each other in the same order.
-    while len(stages) > 1 and stages[-1].idle:
-        stages.pop()
-    return tuple(stages)
+    return in_step(stages)
 
 
 def by_rank(runs: np.ndarray, ranks: int) -> list[Runs]:

@@ -9,7 +9,7 @@ A rotation is the same, each hop one all-to-all of all ranks.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -43,9 +43,8 @@ class Ring:
         return 1 if upwards <= downwards else -1
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
-        """The stages of `rank`, one step each, without those that neither compute nor carry anything."""
-        first, *others = self._all_stages(rank, self.layout.ranks)
-        return (first, *(stage for stage in others if not stage.idle))
+        """The stages of `rank`, one step each, up to the last that computes or carries anything."""
+        return in_step(self._all_stages(rank, self.layout.ranks))
 
     def _all_stages(self, rank: int, number: int) -> Iterator[Stage]:
         tiles, source = tiles_of(self.layout, self.mask, rank)
@@ -108,6 +107,15 @@ class Rotation(Ring):
     def stages(self, rank: int) -> tuple[Stage, ...]:
         farthest = max((far for rows in self._rows for *_, far in rows), default=0)
         return tuple(self._all_stages(rank, 1 + farthest))
+
+
+def in_step(stages: Iterable[Stage]) -> tuple[Stage, ...]:
+    """The stages without idle ones at the end. Those between others stay: what a rank receives is then posted at the stage at
+    which its peer sends it, and batches that end in posting order (NCCL) never wait in a circle."""
+    kept = list(stages)
+    while len(kept) > 1 and kept[-1].idle:
+        kept.pop()
+    return tuple(kept)
 
 
 def some(transfer: Transfer | None) -> tuple[Transfer, ...]:

@@ -5,6 +5,7 @@ The terms are in docs/reference/memory.md; a test holds them against the tensors
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from longspan.model.chunks import loss_chunk
 from longspan.model.config import ModelConfig
 from longspan.plan import STAGED, Layout, Mask, plan_attention
 from longspan.plan.choose import reckon
@@ -15,8 +16,6 @@ from longspan.train.config import TrainConfig
 
 INTEGER = 8
 """Bytes of ids, labels, positions and indices."""
-LOGITS_CHUNK = 64 * 2**20
-"""Bytes of fp32 logits at a time: `longspan.model.loss.CHUNK_BYTES`, which is not read without torch."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +52,13 @@ class Activations:
         return num_layers * self.block + self.rotary + ends
 
 
-def activations_of(config: TrainConfig, model: ModelConfig, *, fused_norms: bool = False) -> Activations:
-    """Of the row that `longest` makes. `fused_norms`: RMSNorm as one kernel, as on CUDA, which keeps its input alone; on CPU it
-    keeps input and result of the normalisation, wide."""
-    size = _Sizes.of(config, model, fused_norms)
+def activations_of(config: TrainConfig, model: ModelConfig, device_type: str = "cpu") -> Activations:
+    """Of the row that `longest` makes. On CUDA RMSNorm is one kernel, which keeps its input alone, and chunks of logits are
+    larger; on CPU it keeps input and result of the normalisation, wide."""
+    size = _Sizes.of(config, model, device_type == "cuda")
     whole, kept = size.block(), size.kept(config.recompute)
     vocab, width, a, w = size.vocab, model.width, size.a, size.w
-    chunk = min(size.slots, max(1, LOGITS_CHUNK // (4 * vocab)))
+    chunk = min(size.slots, loss_chunk(device_type, vocab))
     narrow = a if a < w else 0
     return Activations(
         slots=size.slots,
@@ -214,7 +213,8 @@ class _Sizes:
         assert experts is not None, "the configuration has one of ffn_width and experts"
         R, E, a, w, top_k = self.rows, self.model.width, self.a, self.w, experts.top_k
         router = R * (E * w + (2 + bool(experts.balance)) * experts.num_experts * w + (top_k + 1) * w)
-        indices = R * (1 + INTEGER * (experts.num_experts + 2 * top_k + 1))
+        sorting = 2 * top_k * (self.config.parallel.ep > 1)  # rows that came, by expert and back
+        indices = R * (1 + INTEGER * (experts.num_experts + 2 * top_k + sorting + 1))
         routed = R * top_k * a * (E + 4 * experts.ffn_width) + R * (top_k + 1) * E * a
         shared = 0
         if experts.shared_ffn_width:

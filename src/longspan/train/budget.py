@@ -90,16 +90,16 @@ class Budget:
         return asdict(self) | {"stages": stages}
 
 
-def budget_of(config: TrainConfig, model: ModelConfig, topology: Topology, *, fused_norms: bool = False) -> Budget:
+def budget_of(config: TrainConfig, model: ModelConfig, topology: Topology, device_type: str = "cpu") -> Budget:
     """What each rank of a run holds when its rows are the longest that the data can give.
 
     Parameters, gradients and moments are exact in elements (AdamW's counters of steps apart). Activations are those that
     autograd keeps, in eager code, experts evenly loaded. Left out: temporaries of the operator at work and of the optimizer,
     a route's rows in flight, ids and labels of micro-batches that wait, what the allocator, the libraries and Python take.
 
-    `fused_norms`: see `activations_of`. Raises `SpecError` for what no rank could carry out.
+    `device_type`, "cpu" or "cuda": see `activations_of`. Raises `SpecError` for what no rank could carry out.
     """
-    kept = activations_of(config, model, fused_norms=fused_norms)
+    kept = activations_of(config, model, device_type)
     return Budget(
         topology=topology,
         global_batch=topology.global_batch(config.rows_per_batch, config.accumulation),
@@ -109,7 +109,7 @@ def budget_of(config: TrainConfig, model: ModelConfig, topology: Topology, *, fu
         slots=kept.slots,
         tokens=kept.tokens,
         block=kept.block,
-        stages=tuple(_stage(config, model, topology, pp_rank, fused_norms) for pp_rank in range(topology.pp)),
+        stages=tuple(_stage(config, model, topology, pp_rank, device_type) for pp_rank in range(topology.pp)),
     )
 
 
@@ -150,12 +150,12 @@ class _Weight:
         return ".".join(self.name.split(".")[:2]) + (".experts" if self.is_experts else "")
 
 
-def _stage(config: TrainConfig, model: ModelConfig, topology: Topology, pp_rank: int, fused: bool) -> StageBudget:
+def _stage(config: TrainConfig, model: ModelConfig, topology: Topology, pp_rank: int, device_type: str) -> StageBudget:
     rank = topology.groups("tp-dp-cp")[pp_rank][0]
     elements, wide = sum(shard_sizes(config, model, topology, rank).values()), max(4, ITEMSIZES[config.dtype])
     parts = _stages_of(config, model, pp_rank)
     gathered, unreduced = _whole(config, model, topology, parts, elements)
-    activations, head, flying = _activations(config, model, parts, pp_rank, fused)
+    activations, head, flying = _activations(config, model, parts, pp_rank, device_type)
     return StageBudget(
         pp_rank=pp_rank,
         first_rank=rank,
@@ -198,10 +198,10 @@ def _whole(
 
 
 def _activations(
-    config: TrainConfig, model: ModelConfig, parts: list[range], pp_rank: int, fused: bool
+    config: TrainConfig, model: ModelConfig, parts: list[range], pp_rank: int, device_type: str
 ) -> tuple[int, int, int]:
     """Bytes kept at once, bytes at work in the loss, and micro-batches in flight."""
-    kept = activations_of(config, model, fused_norms=fused)
+    kept = activations_of(config, model, device_type)
     ends = [(0 in layers, model.num_layers - 1 in layers) for layers in parts]
     sizes = [kept.stage(len(layers), first=first, last=last) for layers, (first, last) in zip(parts, ends, strict=True)]
     history = in_flight(config, pp_rank)

@@ -71,10 +71,12 @@ class ParallelConfig(_Record):
     """FSDP2 shards parameters, gradients and moments over dp x cp; DDP keeps them whole (fp32 and fp64, tp, pp, ep of 1)."""
     defer_reduction: bool = True
     """Sum gradients over ranks once a step, behind its last micro-batch; false: behind each, and keep shards alone."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where ranks compute; "auto" takes CUDA if it is available. On CUDA each rank of a machine needs a device of its own."""
     threads: Positive | None = None
     """CPU threads of a rank; None: the cores over the ranks of this machine."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """After this long without an answer from a peer, a rank gives up."""
+    """After this long without an answer from a peer, a rank gives up: in every group, whatever travels in it."""
 
 
 class OptimConfig(_Record):

@@ -3,6 +3,7 @@
 Batch -> masks, layout and plans -> shard over cp -> of what goes with hidden states, the part of this tp rank
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +17,8 @@ from longspan.attention.staged import Projections, Transform
 from longspan.comm.meshes import Meshes
 from longspan.comm.upload import upload
 from longspan.data import Batch
-from longspan.model import Attend, Routing, SelfAttention, WholeLayer
-from longspan.model.config import ExpertsConfig, window_of
+from longspan.model import Attend, Routing, SelfAttention, WholeLayer, count_targets
+from longspan.model.config import ExpertsConfig, ModelConfig, window_of
 from longspan.plan import STAGED, Mask
 from longspan.plan.mask import Band
 from longspan.train.config import TrainConfig
@@ -32,6 +33,8 @@ class Micro:
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
+    num_targets: int
+    """Labels that are not -100, counted before they went to the device."""
     attend: Attend
     tokens: Tensor | None
     routing: Routing | None
@@ -66,18 +69,22 @@ def make_micro(
         whole["tokens"] = torch.from_numpy(batch.numbers.copy())[None]
     if experts is not None:
         whole["unit"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[None]
-    local = {name: upload(x, device) for name, x in sequence.shard(whole, dim=1).items()}
+    on_host = sequence.shard(whole, dim=1)
+    # What depends on values is found here, without waiting for the device.
+    num_targets, live = count_targets(on_host["labels"]), part(on_host["position_ids"] >= 0)
+    local = {name: upload(x, device) for name, x in on_host.items()}
     tokens, unit, routing = local.pop("tokens", None), local.pop("unit", None), None
     if unit is not None:
         routing = Routing(
-            live=part(local["position_ids"] >= 0),
+            live=upload(live, device),
             unit=part(unit),
             unit_tokens=upload(torch.tensor(lengths), device),
             group=meshes.tokens if meshes.topology.tp * meshes.topology.cp > 1 else None,
             scale=balance_scale,
+            slots=upload(live.flatten().nonzero()[:, 0], device),
         )
     tokens = None if tokens is None else part(tokens)
-    return Micro(**local, attend=_attend(sequence, config), tokens=tokens, routing=routing)
+    return Micro(**local, num_targets=num_targets, attend=_attend(sequence, config), tokens=tokens, routing=routing)
 
 
 def _attend(sequence: Sharded, config: TrainConfig) -> Attend:
@@ -103,6 +110,12 @@ def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
         on_q=on(layer.q_norm), on_k=on(layer.k_norm),
         used=tuple(norm.weight for norm in (layer.q_norm, layer.k_norm) if norm is not None),
     )  # fmt: skip
+
+
+def visible_pairs(batch: Batch, model: ModelConfig) -> int:
+    """Of a packed row in all layers, each pair once: what its attention is, whoever computes it and however often."""
+    layers = Counter(model.mask_names)
+    return sum(layers[name] * mask.area for name, mask in masks_of(batch, tuple(layers)).items())
 
 
 def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:

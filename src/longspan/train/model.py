@@ -16,9 +16,9 @@ def model_config(config: TrainConfig) -> ModelConfig:
     return read_config(config.init_from)
 
 
-def make_model(config: TrainConfig) -> Decoder:
+def make_model(config: TrainConfig, device: torch.device | str = "cpu") -> Decoder:
     """The decoder with its first weights, which depend on the seed alone: the same at every degree."""
-    model = meta_model(config).to_empty(device="cpu")
+    model = meta_model(config).to_empty(device=device)
     first_weights(model, config)
     return model
 

@@ -16,8 +16,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from torch.utils.tensorboard import SummaryWriter
 
+from longspan.train.flops import Speed
 from longspan.train.step import StepResult
 from longspan.train.usage import Balance, BalanceWatch, RankUsage
+
+OF_RANKS = (
+    "targets", "pairs", "blocks", "rows_received", "bytes_sent", "bytes_received", "attention_seconds", "waiting_seconds",
+    "peak_memory_bytes",
+)  # fmt: skip
+"""Of what each rank measured: TensorBoard shows the least, the mean and the most, however many ranks there are."""
 
 
 class Monitor:
@@ -56,16 +63,15 @@ class Monitor:
             self._board.close()
             self._file.close()
 
-    def step(self, step: int, result: StepResult, seconds: float, tokens_seen: int, ranks: Sequence[RankUsage]) -> None:
+    def step(self, step: int, result: StepResult, speed: Speed, tokens_seen: int, ranks: Sequence[RankUsage]) -> None:
         """One optimizer step; `step` counts from 1."""
         if not self._writes:
             return
-        speed, balance = result.tokens / seconds, Balance.of(ranks)
+        balance = Balance.of(ranks)
         record = {
             "step": step,
             **asdict(result),
-            "seconds": seconds,
-            "tokens_per_second": speed,
+            **asdict(speed),
             "tokens_seen": tokens_seen,
             **asdict(balance),
             "ranks": [asdict(usage) for usage in ranks],
@@ -73,15 +79,17 @@ class Monitor:
         self._file.write(json_line(record) + "\n")
         for name in ("loss", "grad_norm", "learning_rate"):
             self._board.add_scalar(f"train/{name}", record[name], step)
-        self._board.add_scalar("speed/tokens_per_second", speed, step)
+        for name, value in asdict(speed).items():
+            if value is not None:
+                self._board.add_scalar(f"speed/{name}", value, step)
         for name, value in asdict(balance).items():
             self._board.add_scalar(f"balance/{name}", value, step)
-        for usage in ranks:
-            for name, value in asdict(usage).items():
-                if name != "rank":
-                    self._board.add_scalar(f"rank{usage.rank}/{name}", value, step)
+        for name in OF_RANKS:
+            values = [getattr(usage, name) for usage in ranks]
+            for kind, value in (("min", min(values)), ("mean", sum(values) / len(values)), ("max", max(values))):
+                self._board.add_scalar(f"ranks/{name}_{kind}", value, step)
         note = "  step skipped: gradients overflowed" if result.skipped else ""
-        told = f"loss {result.loss:.4f}  {speed:,.0f} tokens/s{note}{_evenness(balance) if len(ranks) > 1 else ''}"
+        told = f"loss {result.loss:.4f}  {speed_words(speed)}{note}{_evenness(balance) if len(ranks) > 1 else ''}"
         self._bar.update(self._task, completed=step, told=told)
         if (warning := self._watch.step(ranks)) is not None:
             self._bar.console.print(f"warning: step {step}: {warning}", highlight=False, markup=False, soft_wrap=True)
@@ -93,6 +101,13 @@ class Monitor:
         self._file.write(json_line({"step": step, "heldout_loss": loss}) + "\n")
         self._board.add_scalar("heldout/loss", loss, step)
         self._bar.console.print(f"step {step}: held-out loss {loss:.4f} nats per token")
+
+
+def speed_words(speed: Speed) -> str:
+    """Tokens a second, of all devices and of one, and MFU where the device's peak is known."""
+    one, together = speed.tokens_per_second_per_device, speed.tokens_per_second
+    each = "" if one == together or math.isnan(one) else f" ({one:,.0f} a device)"
+    return f"{together:,.0f} tokens/s{each}{'' if speed.mfu is None else f'  MFU {speed.mfu:.1%}'}"
 
 
 def _evenness(balance: Balance) -> str:

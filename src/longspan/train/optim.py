@@ -99,10 +99,8 @@ def global_norm(
 ) -> float:
     """The 2-norm of all elements of these tensors, of shards those that are here, on all ranks of `group`. Collective."""
     here = [_local(tensor) for tensor in tensors]
-    if here:
-        total = torch.stack(torch._foreach_norm(here)).double().square().sum()
-    else:
-        total = torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(torch._foreach_norm(here)) if here else torch.zeros(0, device=device)
+    total = norms.double().square().sum()  # each widened before it is squared
     if group is not None:
         dist.all_reduce(total, group=group)
     return math.sqrt(float(total))

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.comm.meshes import Meshes
 from longspan.model import Decoder, MixtureOfExperts, apply_expert_parallel, apply_tensor_parallel
-from longspan.model.regions import local_region
 from longspan.train.axes import stage_layers
 from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES, first_weights, meta_model, model_config
@@ -108,36 +107,37 @@ def _place(mesh: dist.device_mesh.DeviceMesh) -> dict[str, int]:
 def gather_whole(stages: Sequence[nn.Module], meshes: Meshes, *, gradients: bool = False) -> dict[str, Tensor]:
     """Every parameter of the model, or its gradient, whole, on the CPU of rank 0; an empty mapping on others. Collective.
 
-    Owners send rank 0 what they hold; no other rank sees a whole parameter.
+    One parameter at a time: its shards are gathered within its stage, and the whole goes along rank 0's pipeline.
     """
-    pieces = list(_pieces(stages, meshes, gradients))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(*place, local.dtype) for *place, local in pieces])
-    if dist.get_rank():
-        for *_, local in pieces:
-            dist.send(local, 0)
+    held = dict(_held(stages, gradients))
+    if any(index for axis, index in _place(meshes.data).items() if axis != "pp"):
+        for tensor in held.values():
+            _whole(tensor)
         return {}
-    whole: dict[str, Tensor] = {}
-    for sender, places in enumerate(everyone):
-        for index, (name, shape, region, dtype) in enumerate(places):
-            if sender:
-                sizes = [part.stop - part.start for part in region]
-                local = torch.empty(sizes, dtype=dtype, device=meshes.weights.device_type)
-                dist.recv(local, sender)
-            else:
-                local = pieces[index][-1]
-            whole.setdefault(name, torch.empty(shape, dtype=dtype))[region] = local.cpu()
-    return whole
+    pp, rank = meshes.data["pp"].get_group(), dist.get_rank()
+    everyone: list[Any] = [None] * pp.size()
+    dist.all_gather_object(everyone, [(name, tuple(x.shape), x.dtype) for name, x in held.items()], group=pp)
+    gathered: dict[str, Tensor] = {}
+    for sender, tensors in zip(dist.get_process_group_ranks(pp), everyone, strict=True):
+        for name, shape, dtype in tensors:
+            mine = sender == rank
+            whole = _whole(held[name]) if mine else torch.empty(shape, dtype=dtype, device=meshes.data.device_type)
+            if pp.size() > 1:
+                dist.broadcast(whole, sender, group=pp)
+            if rank == 0:
+                gathered[name] = whole.to("cpu", copy=True)
+    return gathered
 
 
-def _pieces(
-    stages: Sequence[nn.Module], meshes: Meshes, gradients: bool
-) -> Iterator[tuple[str, tuple[int, ...], tuple[slice, ...], Tensor]]:
-    """What this rank owns: name, shape of the whole, the part that is here, its values."""
+def _held(stages: Sequence[nn.Module], gradients: bool) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of this rank's stages, or their gradients where there are any, by name."""
     for stage in stages:
         for name, parameter in decoder_of(stage).named_parameters():
             tensor = parameter.grad if gradients else parameter.detach()
-            if tensor is not None and is_owner(parameter, meshes):
-                local, region = local_region(tensor)
-                if local.numel():
-                    yield name, tuple(tensor.shape), region, local.contiguous()
+            if tensor is not None:
+                yield name, tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor; collective over its mesh."""
+    return tensor.full_tensor().contiguous() if isinstance(tensor, DTensor) else tensor.contiguous()

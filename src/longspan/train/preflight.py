@@ -56,7 +56,7 @@ def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
     optimizer makes its moments from gradients of 0 at rate 0, so that they take their memory and weights stay.
     Raises `SpecError` on a rank whose memory does not suffice.
     """
-    rank, before, scale = dist.get_rank(), _held(), replace(step.scale)
+    rank, before, scale = dist.get_rank(), _held(step.device), replace(step.scale)
     place: StageBudget = budget.stages[budget.topology.coordinates(rank)["pp"]]
     began = time.perf_counter()
     with _named(step.config, rank, budget):
@@ -73,7 +73,7 @@ def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
         for settings in optimizer.param_groups:
             settings["lr"] = step.config.optim.lr
     step.scale, step.own_targets = scale, 0
-    peak = max(before, measure(rank, 0, ()).peak_memory_bytes)  # Linux counts both to some 100 KiB
+    peak = max(before, measure(rank, 0, (), device=step.device).peak_memory_bytes)  # Linux counts both to some 100 KiB
     own = RankPeak(rank, place.pp_rank, before, peak, place.total - place.parameters, seconds)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -120,9 +120,9 @@ def _table(peaks: Sequence[RankPeak]) -> Table:
     return table
 
 
-def _held() -> int:
+def _held(device: torch.device) -> int:
     """Bytes now: of the allocator on CUDA, else of the process that are in memory."""
-    if torch.cuda.is_available():
+    if device.type == "cuda":
         return torch.cuda.memory_allocated()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 

@@ -3,15 +3,16 @@
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from longspan.comm.devices import check_devices, device_type
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.meshes import Meshes
-from longspan.comm.torchrun import under_torchrun
+from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import record
 from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.spec import CheckpointError, DivergedError, SpecError
@@ -19,22 +20,24 @@ from longspan.train import checkpoint
 from longspan.train.axes import topology_of
 from longspan.train.budget import Budget, budget_of
 from longspan.train.config import TrainConfig
+from longspan.train.flops import Meter, Speed, peak_flops
 from longspan.train.loader import make_loader
+from longspan.train.micro import visible_pairs
 from longspan.train.model import model_config
 from longspan.train.monitor import Monitor
 from longspan.train.parallel import make_stages
 from longspan.train.preflight import preflight, tell
 from longspan.train.start import Start, degrees, nodes_of
 from longspan.train.step import StepResult, TrainStep, check_plan
-from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure
+from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure, pairs_of_step
 
 
 @dataclass(frozen=True)
-class Summary:
-    """How a run ended; losses, entropy (nats per token) and tokens are the same at every CP size.
+class Summary(Speed):
+    """How a run ended, and its speed; losses, entropy (nats per token) and tokens are the same at every CP size.
 
     Imbalances are means over this run's steps of the greatest over the mean of all ranks: of pairs, and of time worked in
-    attention.
+    attention. The speed is that of this run's steps but the first, which warms caches and allocators up.
     """
 
     steps: int
@@ -43,7 +46,6 @@ class Summary:
     loss: float
     heldout_loss: float | None
     unigram_entropy: float
-    tokens_per_second: float
     pairs_imbalance: float
     time_imbalance: float
     run_dir: str
@@ -63,11 +65,17 @@ def train(
     What is wrong with the configuration, the corpus or a checkpoint raises here, before a process is started. `prepared`:
     `prepare` has found nothing wrong already.
     """
+    check_ranks(config)
     if not prepared:
         prepare(config, progress)
     if under_torchrun():
         return run_and_leave(config, quiet)
     return launch(run_and_leave, (config, quiet), topology_of(config).world)
+
+
+def check_ranks(config: TrainConfig) -> None:
+    """Refuse a run that has more ranks on this machine than devices. Raises `SpecError`."""
+    check_devices(config.parallel.device, local_ranks(topology_of(config).world))
 
 
 def reckon(config: TrainConfig, store: TokenStore) -> Start:
@@ -78,8 +86,9 @@ def reckon(config: TrainConfig, store: TokenStore) -> Start:
 
 
 def expected(config: TrainConfig) -> Budget:
-    """What each rank is expected to hold, on the devices of this machine."""
-    return budget_of(config, model_config(config), topology_of(config), fused_norms=torch.cuda.is_available())
+    """What each rank is expected to hold, on the device of the run."""
+    device = device_type(config.parallel.device)
+    return budget_of(config, model_config(config), topology_of(config), device)
 
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
@@ -153,22 +162,29 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
     elif config.resume and rank == 0:
         warnings.warn(f"there is no checkpoint in {config.run_dir}: the run starts at its first step", stacklevel=1)
     heldout: float | None = None
-    seconds_stepping = tokens_stepping = 0.0
+    meter = meter_of(config, meshes.data.device_type, dist.get_world_size())
+    tokens_stepping, pairs_stepping, seconds_stepping = 0, 0, 0.0
     balances: list[Balance] = []
     watch = BalanceWatch.of(config)
     with Monitor(config.run_dir, config.steps, done, writes=rank == 0, quiet=quiet, watch=watch) as monitor:
         for index in range(done, config.steps):
             began = time.perf_counter()
             with record() as calls:
-                result = step([next(loader) for _ in range(config.accumulation)], index)
+                batches = [next(loader) for _ in range(config.accumulation)]
+                result = step(batches, index)
             check_finite(result, index + 1, config.dtype, step.scale.value)
             seconds = time.perf_counter() - began
             tokens += result.tokens
-            if index > done:  # The first step warms caches and allocators up.
-                seconds_stepping, tokens_stepping = seconds_stepping + seconds, tokens_stepping + result.tokens
-            usage = gather_usage(measure(rank, step.own_targets, calls, meshes.data["pp"].get_local_rank()))
+            row_pairs = sum(visible_pairs(batch, meter.model) for batch in batches)
+            stage, dp = (meshes.data[axis].get_local_rank() for axis in ("pp", "dp"))
+            usage = gather_usage(measure(rank, step.own_targets, calls, stage, dp, row_pairs, device=step.device))
+            pairs = pairs_of_step(usage)
+            if index > done:
+                tokens_stepping += result.tokens
+                pairs_stepping += pairs
+                seconds_stepping += seconds
             balances.append(Balance.of(usage))
-            monitor.step(index + 1, result, seconds, tokens, usage)
+            monitor.step(index + 1, result, meter.speed(result.tokens, pairs, seconds), tokens, usage)
             last = index + 1 == config.steps
             if _due(config.eval_every, index + 1, last):
                 heldout = evaluate(step, config, store)
@@ -180,13 +196,13 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
     if rank != 0:
         return None
     return Summary(
+        **asdict(meter.speed(tokens_stepping, pairs_stepping, seconds_stepping)),
         steps=config.steps,
         tokens=tokens,
         ranks=dist.get_world_size(),
         loss=result.loss if result else float("nan"),
         heldout_loss=heldout,
         unigram_entropy=unigram_entropy(store),
-        tokens_per_second=tokens_stepping / seconds_stepping if seconds_stepping else float("nan"),
         pairs_imbalance=_mean([balance.pairs_imbalance for balance in balances]),
         time_imbalance=_mean([balance.time_imbalance for balance in balances]),
         run_dir=str(config.run_dir),
@@ -194,10 +210,17 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
     )
 
 
+def meter_of(config: TrainConfig, device_type: str, devices: int) -> Meter:
+    """For as many devices like this rank's. A CPU has no peak."""
+    peak = peak_flops(torch.cuda.get_device_name(), config.dtype) if device_type == "cuda" else None
+    return Meter(model_config(config), config.data.row_tokens, devices, peak)
+
+
 def join(config: TrainConfig) -> Meshes:
     """This rank's meshes, of the degrees that the configuration asks for."""
     parallel = config.parallel
-    return join_world(topology_of(config), timedelta(seconds=parallel.timeout_seconds), parallel.threads)
+    timeout = timedelta(seconds=parallel.timeout_seconds)
+    return join_world(topology_of(config), timeout, parallel.threads, parallel.device)
 
 
 def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore) -> float:

@@ -20,8 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.attention.context import ContextParallel
 from longspan.comm.meshes import Meshes
+from longspan.comm.transport import transport_of
 from longspan.data import Batch
-from longspan.model import ModelConfig, count_targets, mean_loss_scale
+from longspan.model import ModelConfig, mean_loss_scale
 from longspan.plan import BALANCED, STAGED, Costs, Layout, Mask, check_model, head_stages, plan_attention
 from longspan.plan.choose import reckon
 from longspan.plan.wire import ITEMSIZES
@@ -120,7 +121,7 @@ class TrainStep:
             micro = make_micro(
                 batch, sequence, self.meshes, self.config, self.model_config.experts, self._balance_scale
             )
-        self.own_targets += count_targets(micro.labels)
+        self.own_targets += micro.num_targets
         return micro
 
     @torch.no_grad()
@@ -173,8 +174,10 @@ class TrainStep:
 
     def _sum_over_dp(self, counts: Sequence[int]) -> list[int]:
         """Every rank of a CP, TP or PP group knows the whole row, so only the dp ranks add up."""
-        total = torch.tensor(counts, dtype=torch.int64, device=self.device)
-        dist.all_reduce(total, group=self.meshes.data["dp"].get_group())
+        group = self.meshes.data["dp"].get_group()
+        # Over the CPU's backend where the group has one: the host then does not wait for the device.
+        total = torch.tensor(counts, dtype=torch.int64, device=transport_of(group).carries(torch.device("cpu")))
+        dist.all_reduce(total, group=group)
         return [int(count) for count in total.tolist()]
 
     def _sync_gradients(self, last: bool) -> None:

@@ -39,6 +39,10 @@ class RankUsage:
     peak_memory_bytes: int
     stage: int = 0
     """Of the pipeline. Stages have other layers, so ranks are compared within theirs."""
+    dp: int = 0
+    """Index on the axis dp: ranks of one index share their rows."""
+    row_pairs: int = 0
+    """Visible pairs of those rows in all layers of the model, each once: see `visible_pairs`."""
 
     @property
     def worked_seconds(self) -> float:
@@ -46,10 +50,19 @@ class RankUsage:
         return self.attention_seconds - self.waiting_seconds
 
 
-def measure(rank: int, targets: int, calls: Sequence[Call], stage: int = 0) -> RankUsage:
+def measure(
+    rank: int,
+    targets: int,
+    calls: Sequence[Call],
+    stage: int = 0,
+    dp: int = 0,
+    row_pairs: int = 0,
+    *,
+    device: torch.device,
+) -> RankUsage:
     """Sum the attention calls of a step. Peak memory is the process's resident set, or on CUDA the allocator's peak."""
-    if torch.cuda.is_available():
-        peak = torch.cuda.max_memory_allocated()
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return RankUsage(
@@ -64,6 +77,8 @@ def measure(rank: int, targets: int, calls: Sequence[Call], stage: int = 0) -> R
         sum(call.seconds_waiting for call in calls),
         peak,
         stage,
+        dp,
+        row_pairs,
     )
 
 
@@ -72,6 +87,11 @@ def gather_usage(usage: RankUsage) -> list[RankUsage]:
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, usage)
     return everyone
+
+
+def pairs_of_step(ranks: Sequence[RankUsage]) -> int:
+    """Visible pairs of the global batch in all layers: the rows of each dp index once."""
+    return sum({usage.dp: usage.row_pairs for usage in ranks}.values())
 
 
 @dataclass(frozen=True)

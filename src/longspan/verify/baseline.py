@@ -4,12 +4,14 @@ It imports nothing of plan/ or attention/ (import-linter holds it), so a fault t
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
+from longspan.comm.devices import device_type
 from longspan.data import Batch, open_store
 from longspan.model import Decoder, Routing
 from longspan.model.config import window_of
@@ -21,15 +23,20 @@ from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 
 Tensor = torch.Tensor
 
+BLOCK = 512
+"""Queries at a time where a mask is needed, and fewer where heads x queries x keys would be more than `SCORES`."""
+SCORES = 2**28
+
 
 def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
     """Replay `steps` steps of a run on this process; the first step's gradients go to a safetensors file.
 
-    The rows of all data-parallel ranks and micro-batches of a step are read one after the other.
+    The rows of all data-parallel ranks and micro-batches of a step are read one after the other, on the device of the run.
     """
     torch.set_num_threads(os.cpu_count() or 1)
+    device = torch.device(device_type(config.parallel.device))
     loader = make_loader(config, open_store(config.data), dp_rank=0, dp_size=1)
-    model = make_model(config)
+    model = make_model(config, device)
     optimizer = make_optimizer(model, config.optim)
     scale = LossScale.of_dtype(config.dtype)
     losses, norms, inputs = [], [], []
@@ -61,7 +68,8 @@ def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, 
         loss = loss_sum(model, batch, wire_dtype, balance)
         (loss * factor).backward()
         return float(loss.detach())
-    low = Decoder(model.config, dropout=model.dropout, seed=model.seed).to(DTYPES[dtype])
+    with torch.device(torch.device(device_type(config.parallel.device))):
+        low = Decoder(model.config, dropout=model.dropout, seed=model.seed).to(DTYPES[dtype])
     low.load_state_dict(model.state_dict())
     loss = loss_sum(low, batch, wire_dtype, balance)
     (loss * factor).backward()
@@ -74,34 +82,35 @@ def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, 
 def loss_sum(model: Decoder, batch: Batch, wire_dtype: str | None = None, balance: float = 0.0) -> Tensor:
     """Sum of the losses of a whole row, attention by plain SDPA within each document, to keys and values as `wire_dtype`
     rounds them. Backward adds `balance` times the gradient of the experts' balance loss."""
-    tensors = batch.tensors()
+    device = next(model.parameters()).device
+    tensors = {name: x.to(device) for name, x in batch.tensors().items()}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
         k, v = rounded(k, wire_dtype), rounded(v, wire_dtype)
         return attend_documents(q, k, v, batch.lengths, mask, batch.parents)
 
-    numbers = None if batch.numbers is None else torch.from_numpy(batch.numbers.copy())[None]
+    numbers = None if batch.numbers is None else torch.from_numpy(batch.numbers.copy())[None].to(device)
     loss: Tensor = model(
         tensors["input_ids"], tensors["position_ids"], attend, labels=tensors["labels"], tokens=numbers,
-        routing=_routing(model, batch, balance),
+        routing=_routing(model, batch, balance, device),
     )  # fmt: skip
     return loss
 
 
-def _routing(model: Decoder, batch: Batch, scale: float) -> Routing | None:
+def _routing(model: Decoder, batch: Batch, scale: float, device: torch.device) -> Routing | None:
     """The whole row is here: no token is dead, and no other rank has any."""
     experts = model.config.experts
     if experts is None:
         return None
-    lengths = torch.tensor(batch.lengths if experts.balance_over == "document" else [batch.seq_len])
-    unit = torch.arange(len(lengths)).repeat_interleave(lengths)[None]
+    lengths = torch.tensor(batch.lengths if experts.balance_over == "document" else [batch.seq_len], device=device)
+    unit = torch.arange(len(lengths), device=device).repeat_interleave(lengths, output_size=batch.seq_len)[None]
     return Routing(torch.ones_like(unit, dtype=torch.bool), unit, lengths, None, scale)
 
 
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], mask: str, parents: Sequence[int] = ()
 ) -> Tensor:
-    """Causal SDPA of each document alone, q `(B, H, S, D)`; "window-w" keeps the last `w` keys by a dense mask.
+    """Causal SDPA of each document alone, q `(B, H, S, D)`; "window-w" keeps the last `w` keys.
 
     A document with a parent runs as one sequence with it, of which its own part is kept.
     """
@@ -114,17 +123,35 @@ def attend_documents(
         if parent >= 0:
             document = tuple(torch.cat(parts, dim=2) for parts in zip(documents[parent], document, strict=True))
         q_doc, k_doc, v_doc = document
-        length = q_doc.shape[2]
-        if window is None:
-            visible = None
+        if window is None and one_call(q):
+            out = F.scaled_dot_product_attention(q_doc, k_doc, v_doc, is_causal=True, enable_gqa=True)
+            outs.append(out[:, :, -own:])
         else:
-            away = torch.arange(length)[:, None] - torch.arange(length)
-            visible = (away >= 0) & (away < window)
-        out = F.scaled_dot_product_attention(
-            q_doc, k_doc, v_doc, attn_mask=visible, is_causal=visible is None, enable_gqa=True
-        )
-        outs.append(out[:, :, -own:])
+            outs.extend(attend_blocks(q_doc[:, :, -own:], k_doc, v_doc, window or k_doc.shape[2]))
     return torch.cat(outs, dim=2)
+
+
+def one_call(q: Tensor) -> bool:
+    """Whether SDPA has a kernel for a causal call that holds no scores: on CUDA fp32 lacks one for grouped heads, fp64 any."""
+    return q.device.type == "cpu" or q.dtype.itemsize == 2
+
+
+def attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Iterator[Tensor]:
+    """SDPA of q `(B, H, n, D)`, the last n positions of k and v `(B, K, S, D)`, some queries at a time with the keys they see.
+
+    A block of b queries has a mask of b x (b + window - 1). What its scores are is computed again in backward, so that no more
+    than a block's are ever held.
+    """
+    num_q, num_k = q.shape[2], k.shape[2]
+    block = max(1, min(BLOCK, SCORES // (q.shape[1] * min(num_k, BLOCK + window))))
+    for start in range(num_k - num_q, num_k, block):
+        first, stop = max(0, start - window + 1), min(start + block, num_k)
+        away = torch.arange(start, stop, device=q.device)[:, None] - torch.arange(first, stop, device=q.device)
+        rows = slice(start - num_k + num_q, stop - num_k + num_q)
+        yield checkpoint(
+            F.scaled_dot_product_attention, q[:, :, rows], k[:, :, first:stop], v[:, :, first:stop],
+            attn_mask=(away >= 0) & (away < window), enable_gqa=True, use_reentrant=False, preserve_rng_state=False,
+        )  # fmt: skip
 
 
 def rounded(x: Tensor, wire_dtype: str | None) -> Tensor:

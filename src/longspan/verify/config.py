@@ -28,3 +28,7 @@ class VerifyConfig(BaseModel):
     dtypes: Annotated[tuple[Dtype, ...], AfterValidator(_check_some)] = ("fp64", "fp32")
     steps: Positive = 2
     """Optimizer steps to replay; gradients are compared at the first, losses and gradient norms at each."""
+    layers: Positive | None = None
+    """Cut the model to this many layers, with every kind of mask; None: all."""
+    tokens: Positive | None = None
+    """Cut rows to this many tokens; None: `data.row_tokens`."""

@@ -9,10 +9,11 @@ from longspan.comm.launch import launch
 from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
 from longspan.train.model import model_config
-from longspan.train.run import prepare_corpus
+from longspan.train.run import check_ranks, prepare_corpus
 from longspan.train.step import check_plan
 from longspan.verify.baseline import run_baseline
 from longspan.verify.config import VerifyConfig
+from longspan.verify.cut import cut
 from longspan.verify.evidence import Evidence
 from longspan.verify.judge import EXACT, Verdict, judge
 from longspan.verify.replay import replay_and_leave
@@ -22,8 +23,10 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
     """Run every case and return its verdict. `told` hears what is being run, for a progress display.
 
     Each side runs in processes of its own on this machine: one for CP=1, as many as all axes ask for in a case. A case that the
-    configuration does not allow raises before any is run.
+    configuration does not allow raises before any is run. With `cases.layers` or `cases.tokens` all of them run the cut
+    configuration: see `cut`.
     """
+    config = cut(config, cases)
     replays = [
         _with(
             config,
@@ -38,6 +41,7 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
     ]
     for replay in replays:
         check_plan(replay, model_config(replay))
+        check_ranks(replay)
     prepare_corpus(config)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder:

@@ -1,0 +1,67 @@
+"""The first hour on a GPU: what runs, whether it is right, and how fast. Four stages, under three minutes each.
+
+    python -m benchmarks.device [--stage 1 ...] [--device cuda|cpu] [--kernel flex ...] [--output runs/device]
+
+1  each kernel on each kind of tile, in each type, against fp64
+2  a training step, and attention by length, on one rank beside plain SDPA: time, memory, TFLOP/s
+3  two or more ranks, every route: results, bytes, time in kernels and in waiting
+4  compiled code, CUDA graphs, the profiler's trace of a step
+
+A line for each check on stdout; progress on stderr. `device.json` and `device.html` in the output's folder keep what other stages
+found there before. A result may be off by twice what plain PyTorch in the same type is off by, and no figure is given of one
+that is off by more. Exit status 1 if a check fails, or none holds.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import click
+import torch
+
+from benchmarks.device.page import write_page
+from benchmarks.device.record import Record, environment
+from benchmarks.device.rows import Options
+from benchmarks.device.stage import STAGES, rows_of
+from longspan.attention.kernel import KERNELS
+
+
+@click.command(help=__doc__)
+@click.option("--stage", "stages", type=click.Choice([str(n) for n in STAGES]), multiple=True, help="These alone.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option(
+    "--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True, help="In stages 1 and 2, these alone."
+)
+@click.option("--quick", is_flag=True, help="Small sizes, and times that mean nothing: to see that it runs.")
+@click.option(
+    "--output", type=click.Path(path_type=Path, file_okay=False), default=Path("runs/device"), show_default=True
+)
+def main(stages: tuple[str, ...], device: str, kernels: tuple[str, ...], quick: bool, output: Path) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise click.ClickException("there is no GPU here\n\nhint: --device cpu runs the same checks on the CPU")
+    output.mkdir(parents=True, exist_ok=True)
+    record = Record.of(output / "device.json", environment(device, quick))
+    options = Options(device, quick, kernels, str(output.resolve()))
+    found = []
+    for stage in [int(number) for number in stages] or list(STAGES):
+        _progress(f"stage {stage}: {STAGES[stage][0]}")
+        began, rows = time.monotonic(), []
+        for row in rows_of(stage, options):
+            rows.append(row)
+            click.echo(row)
+        _progress(f"stage {stage}: {time.monotonic() - began:.0f} s")
+        record = record.with_stage(stage, rows, time.monotonic() - began)
+        record.write(output / "device.json")
+        write_page(record, output / "device.html")
+        found += rows
+    holding, failing = (sum(row.status == status for row in found) for status in ("holds", "fails"))
+    click.echo(f"{holding} checks hold, {failing} fail, {len(found) - holding - failing} absent: {output}/device.html")
+    sys.exit(bool(failing) or not holding)
+
+
+def _progress(text: str) -> None:
+    click.echo(text, err=True)
+
+
+if __name__ == "__main__":
+    main(prog_name="python -m benchmarks.device")

@@ -1,0 +1,136 @@
+"""Stage 3: two or more ranks, every route: results against fp64, bytes against the plan, time in kernels and in waiting.
+
+several GPUs     NCCL, one rank a GPU
+one GPU          gloo with CUDA tensors: NCCL refuses two ranks on a device. gloo takes CUDA tensors in collectives and not
+                 in send and receive, so that routes which send are expected to fail here with gloo's own words
+CPU              gloo
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.device.case import Case, both
+from benchmarks.device.clock import settle
+from benchmarks.device.rows import Check, Figures, Options
+from longspan import ContextParallel, record
+from longspan.comm.launch import launch
+from longspan.plan import Phase
+
+ROUTES = ("ring", "rotate", "allgather", "exchange", "ulysses", "usp")
+MOST = 8
+"""Ranks at most: what one node has."""
+_TIMEOUT = timedelta(seconds=60)
+
+
+def checks(options: Options) -> Iterator[Check]:
+    """Each route in a world of its own: where one hangs or dies, the others go on."""
+    ranks, how = world(options.device)
+    for route in ROUTES[:2] if options.quick else ROUTES:
+        found = cache(partial(ranks_on_one_device, _route, ranks, options.device, route, options))
+        yield Check(
+            f"{route} {_case(options, torch.device(options.device), ranks)}, {ranks} ranks, {how}",
+            lambda found=found: max(error for error, _ in found()),
+            lambda found=found: found()[0][1],
+        )
+
+
+def world(device: str) -> tuple[int, str]:
+    """How many ranks, and by what they talk."""
+    if device == "cuda" and torch.cuda.device_count() >= 2:
+        return min(torch.cuda.device_count(), MOST), "nccl"
+    return 2, "gloo" if device == "cpu" else "gloo on one GPU"
+
+
+def ranks_on_one_device(function: Callable[..., Any], ranks: int, device: str, *arguments: Any) -> list[Any]:
+    """`function(group, rank, device, *arguments)` on every rank; what each returned. With as many GPUs as ranks, on one each."""
+    results: list[Any] = launch(_enter, (function, device, world(device)[1] == "nccl", arguments), ranks)
+    return results
+
+
+def _enter(function: Callable[..., Any], device: str, nccl: bool, arguments: tuple[Any, ...]) -> list[Any]:
+    rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+    own = place(rank, device, nccl)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    dist.init_process_group("nccl" if nccl else "gloo", timeout=_TIMEOUT, device_id=own if nccl else None)
+    try:
+        results: list[Any] = [None] * ranks
+        dist.all_gather_object(results, function(dist.group.WORLD, rank, own, *arguments))
+        return results
+    finally:
+        dist.destroy_process_group()
+
+
+def place(rank: int, device: str, nccl: bool) -> torch.device:
+    """Where a rank's tensors are: a GPU of its own with NCCL, else the first."""
+    return torch.device("cpu") if device == "cpu" else torch.device("cuda", rank if nccl else 0)
+
+
+def _case(options: Options, device: torch.device, ranks: int) -> Case:
+    """Three documents. Of four ranks and more the middle ones hold all of the second: rows pass ranks that need none of them."""
+    parts = (3, 4, 1) if ranks == 2 else (2, 4, 2)
+    if options.quick or options.device == "cpu":
+        eighth, shape = 64 if options.quick else 1024, ((8, 2), 64, "float32", device)
+    else:
+        eighth, shape = 4096, ((32, 8), 128, "bfloat16", device)
+    return Case(tuple(part * eighth for part in parts), *shape)
+
+
+def _route(
+    group: dist.ProcessGroup, rank: int, device: torch.device, route: str, options: Options
+) -> tuple[float, Figures]:
+    """This rank's error over what it may be, and figures."""
+    case = _case(options, device, dist.get_world_size(group))
+    cp = ContextParallel(group, layout="zigzag", route=route, heads=case.heads)
+    with cp.sequence(case.mask) as sequence:
+        q, k, v, dout = (sequence.shard(x, 2) for x in (*case.inputs[:3], case.dout))
+        run = both(sequence.attention, (q, k, v, dout))
+        run()  # the ranks compare their plans in the first call
+        with record() as calls:
+            local = run()
+        sent: dict[Phase, int] = {call.phase: call.bytes_sent for call in calls}
+        planned = {phase: sequence.plans["full"].bytes(rank, phase, case.head_dim, q.itemsize) for phase in sent}
+        assert sent == planned, f"bytes sent {sent}, planned {planned}"
+        error = case.error_of([sequence.unshard(x, 2) for x in local])
+        errors: list[float] = [0.0] * cp.size
+        dist.all_gather_object(errors, error, group)
+        if not max(errors) <= 1:
+            return error, {}
+        whole = _milliseconds(both(case.sdpa, case.inputs) if rank == 0 else lambda: (), group, device)
+        ours = _milliseconds(run, group, device)
+    return error, {
+        "both_ms": ours,
+        "sdpa_one_rank_ms": whole,
+        "speed_up": whole / ours,
+        **{
+            f"{part}_ms": 1e3 * sum(getattr(call, f"seconds_{part}") for call in calls)
+            for part in ("kernels", "waiting", "merging")
+        },
+        "sent_mib": sum(sent.values()) / 2**20,
+        "kernel_calls": sum(call.kernel_calls for call in calls),
+    }
+
+
+def _milliseconds(run: Callable[[], Any], group: dist.ProcessGroup, device: torch.device) -> float:
+    """Median of the slowest rank's time, all starting together."""
+    found = []
+    for _ in range(5):
+        settle(device)
+        dist.barrier(group)
+        start = time.perf_counter()
+        run()
+        settle(device)
+        seconds: list[float] = [0.0] * dist.get_world_size(group)
+        dist.all_gather_object(seconds, time.perf_counter() - start, group)
+        found.append(1e3 * max(seconds))
+    return statistics.median(found)

@@ -1,0 +1,120 @@
+"""What a stage finds: checks in, rows out. A figure stands only in a row whose check held; nothing is left out in silence."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+Figures = dict[str, Any]
+"""Numbers and words by name; units are in the name: `_ms`, `_mib`, `tflops`."""
+SOFT_SECONDS, HARD_SECONDS = 120.0, 180.0
+"""Of a stage: no check begins after the first; what still runs at the second is ended."""
+
+
+class NotHereError(Exception):
+    """This machine cannot do it; the text says why."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the stages are asked for. `quick`: sizes for a CPU and a test; `folder`: for files beside the record."""
+
+    device: str = "cuda"
+    quick: bool = False
+    kernels: tuple[str, ...] = ()
+    folder: str = "."
+
+    @property
+    def path(self) -> Path:
+        return Path(self.folder)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One check. `status`: it holds, it fails, or it is absent: not possible here. `error` is over the largest allowed."""
+
+    stage: int
+    name: str
+    status: Literal["holds", "fails", "absent"]
+    reason: str = ""
+    error: float | None = None
+    figures: Figures = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.status == "holds" or not self.figures, f"{self.name}: a figure without a check that holds"
+        assert self.status == "holds" or self.reason, f"{self.name}: {self.status} without a reason"
+
+    def __str__(self) -> str:
+        error = "" if self.error is None else f"{self.error:.2f} of the limit"
+        figures = ", ".join(f"{name} {told(value)}" for name, value in self.figures.items() if not _is_long(value))
+        return f"{self.status:6} {self.name}: {'; '.join(filter(None, (error, self.reason, figures)))}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """`compare` gives the error over the largest allowed, or raises; `measure` runs only if that is at most 1."""
+
+    name: str
+    compare: Callable[[], float]
+    measure: Callable[[], Figures] | None = None
+
+    @classmethod
+    def absent(cls, name: str, reason: str) -> "Check":
+        """What this machine cannot do, and why."""
+
+        def compare() -> float:
+            raise NotHereError(reason)
+
+        return cls(name, compare)
+
+
+def run_stage(stage: int, checks: Iterable[Check], seconds: float = SOFT_SECONDS) -> Iterator[Row]:
+    """A row for each check, in order; one more if the checks themselves cannot be drawn up."""
+    began = time.monotonic()
+    try:
+        for check in checks:
+            if time.monotonic() - began > seconds:
+                yield Row(stage, check.name, "absent", f"the stage's {seconds:.0f} seconds were over")
+            else:
+                yield run_check(stage, check)
+    except Exception as problem:
+        yield Row(stage, "the rest of the stage", "fails", _text(problem))
+
+
+def run_check(stage: int, check: Check) -> Row:
+    """The row of one check; whatever it raises is the row's reason."""
+    try:
+        error = check.compare()
+    except Exception as problem:
+        return Row(stage, check.name, "absent" if _is_absence(problem) else "fails", _text(problem))
+    if not error <= 1:  # NaN fails too
+        return Row(stage, check.name, "fails", "the error is above its limit", error)
+    try:
+        return Row(stage, check.name, "holds", "", error, check.measure() if check.measure else {})
+    except Exception as problem:
+        status: Literal["holds", "fails"] = "holds" if _is_absence(problem) else "fails"
+        return Row(stage, check.name, status, f"right, but not measured: {_text(problem)}", error)
+
+
+def told(value: Any) -> str:
+    """A figure in a few characters."""
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, list | dict)
+
+
+def _is_absence(problem: Exception) -> bool:
+    """Too little memory is the machine's lack, not a wrong result."""
+    return isinstance(problem, NotHereError | torch.OutOfMemoryError)
+
+
+def _text(problem: Exception) -> str:
+    first = next(iter(str(problem).splitlines()), "")
+    return first if isinstance(problem, NotHereError) else f"{type(problem).__name__}: {first}"

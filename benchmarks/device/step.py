@@ -1,0 +1,208 @@
+"""A training step on one rank beside the same decoder with plain SDPA and without groups or FSDP; and its trace.
+
+The world of one rank is made as `longspan train` makes it, in a process of its own. Gradients are compared at `CHECKED` tokens
+with those of the decoder in fp64; the step timed is the same code on a longer row.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from benchmarks.device.clock import peak_mib, settle, times
+from benchmarks.device.errors import of_limit
+from benchmarks.device.flops import speed, step_flops
+from benchmarks.device.rows import Check, Figures, Options
+from longspan import Mask
+from longspan.comm.launch import join_world, launch, leave_world
+from longspan.comm.meshes import Meshes
+from longspan.data import Batch
+from longspan.model import Decoder
+from longspan.plan import Topology
+from longspan.train.config import TrainConfig, load_config
+from longspan.train.model import DTYPES, make_model
+from longspan.train.optim import LossScale, make_optimizer, update
+from longspan.train.parallel import decoder_of, make_stages
+from longspan.train.step import TrainStep
+from longspan.verify.baseline import attend_documents
+
+Tensor = torch.Tensor
+DEMO = Path(__file__).parent.parent.parent / "examples" / "demo.toml"
+CHECKED = (700, 1, 323)
+"""Documents of the row whose gradients are compared: scores in fp64 have to fit."""
+_BIG = "vocab_size=32000 width=1024 num_layers=8 num_heads=16 num_kv_heads=4 ffn_width=2816 qk_norm=false init_std=0.02"
+TRACE = "step-trace.json.gz"
+
+
+def checks(options: Options) -> Iterator[Check]:
+    """One step, compared and timed."""
+    found = cache(partial(launch, in_a_world, (_compare, options), 1))
+    yield Check(f"training step {_title(options)}", lambda: found()[0], lambda: found()[1])
+
+
+def trace_checks(options: Options) -> Iterator[Check]:
+    """One step under the profiler."""
+    found = cache(partial(launch, in_a_world, (_trace, options), 1))
+    yield Check(f"profiler trace of a step {_title(options)}", lambda: found()[0], lambda: found()[1])
+
+
+def in_a_world(function: Callable[..., Any], options: Options) -> Any:
+    """`function(options, meshes)` in a world of this rank alone."""
+    meshes = join_world(Topology(dp=1, cp=1), timedelta(minutes=2), threads=1 if options.quick else None)
+    try:
+        return function(options, meshes)
+    finally:
+        leave_world()
+
+
+def step_config(options: Options) -> TrainConfig:
+    """135 million parameters in bf16 on a GPU; else the demo's."""
+    model = [] if options.quick or options.device == "cpu" else [f"model.{part}" for part in _BIG.split()]
+    return load_config(DEMO, [*model, "parallel.cp=1", f"dtype={'bf16' if model else 'fp32'}"])
+
+
+def make_batch(config: TrainConfig, lengths: Sequence[int]) -> Batch:
+    """Documents of random tokens."""
+    assert config.model is not None, "the demo says what its model is"
+    generator = torch.Generator().manual_seed(0)
+    return Batch.from_documents(
+        [torch.randint(1, config.model.vocab_size, (n,), generator=generator).numpy() for n in lengths]
+    )
+
+
+class PlainStep:
+    """The step in plain PyTorch: weights in fp32, a copy in the type in use, SDPA of each document, AdamW."""
+
+    def __init__(self, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self.config, self.device = config, device
+        self.wide = make_model(config).to(device)
+        round_weights(self.wide)
+        self.optimizer, self.scale = make_optimizer(self.wide, config.optim), LossScale.of_dtype(config.dtype)
+        self.model = Decoder(self.wide.config).to(device, dtype)
+        self.model.load_state_dict(self.wide.state_dict())
+
+    def __call__(self, batch: Batch) -> None:
+        self.model.zero_grad()
+        gradients = self.backward(batch)
+        for p, grad in zip(self.wide.parameters(), gradients, strict=True):
+            p.grad = grad.float()
+        update([self.optimizer], self.wide.parameters(), self.scale, self.config.optim.lr, self.config.optim.clip_norm)
+        self.model.load_state_dict(self.wide.state_dict())
+
+    def backward(self, batch: Batch) -> list[Tensor]:
+        """The gradients of the mean loss."""
+        x = {name: tensor.to(self.device) for name, tensor in batch.tensors().items()}
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
+            return attend_documents(q, k, v, batch.lengths, mask)
+
+        loss = self.model(x["input_ids"], x["position_ids"], attend, labels=x["labels"]) / batch.num_targets
+        return list(torch.autograd.grad(loss, list(self.model.parameters())))
+
+
+@torch.no_grad()
+def round_weights(model: torch.nn.Module) -> None:
+    """To what bf16 holds, so that no copy of the weights is off by its type."""
+    for p in model.parameters():
+        p.copy_(p.bfloat16())
+
+
+def _lengths(options: Options) -> tuple[int, ...]:
+    return (512,) if options.quick else (8192,) if options.device == "cpu" else (16384,)
+
+
+def _title(options: Options) -> str:
+    config, tokens = step_config(options), sum(_lengths(options))
+    assert config.model is not None, "the demo says what its model is"
+    return f"{config.dtype} {config.model.num_parameters / 1e6:.3g}M parameters, {tokens:,} tokens"
+
+
+def _compare(options: Options, meshes: Meshes) -> tuple[float, Figures]:
+    """The error over what it may be and, if that holds, the figures."""
+    config = step_config(options)
+    ours, device = _train_step(config, meshes)
+    plain = PlainStep(config, device, DTYPES[config.dtype])
+    batch = make_batch(config, CHECKED)
+    right = PlainStep(config, device, torch.float64).backward(batch)
+    ours.backward([batch])
+    grads = [p.grad for p in decoder_of(ours.stages[0]).parameters()]
+    got = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in grads]
+    error = of_limit([g.reshape(r.shape) for g, r in zip(got, right, strict=True)], plain.backward(batch), right, 1e-12)
+    del right, got
+    if not error <= 1:
+        return error, {}
+    row = make_batch(config, _lengths(options))
+    runs = {"ours": lambda: ours([row], 0), "sdpa": lambda: plain(row)}
+    found = times(runs, device, options.quick)
+    flops = step_flops(ours.model_config, row.seq_len, Mask.documents(row.lengths).area)
+    return error, {
+        "step_ms": found["ours"],
+        "over_sdpa": found["ours"] / found["sdpa"],
+        "tokens_per_second": 1e3 * row.seq_len / found["ours"],
+        **speed(flops, found["ours"]),
+        "peak_mib": peak_mib(runs["ours"], device),
+        "sdpa_step_ms": found["sdpa"],
+        **{f"sdpa_{key}": value for key, value in speed(flops, found["sdpa"]).items()},
+        "sdpa_peak_mib": peak_mib(runs["sdpa"], device),
+    }
+
+
+def _train_step(config: TrainConfig, meshes: Meshes) -> tuple[TrainStep, torch.device]:
+    ours = TrainStep(make_stages(config, meshes), meshes, config)
+    round_weights(ours.stages[0])
+    return ours, ours.device
+
+
+def _trace(options: Options, meshes: Meshes) -> tuple[float, Figures]:
+    """The trace is right if attention ran once a layer in it."""
+    config = step_config(options)
+    ours, device = _train_step(config, meshes)
+    row = make_batch(config, _lengths(options))
+    for step in range(2):
+        ours([row], step)
+    with _profiled(device) as profiler:
+        ours([row], 2)
+    profiler.export_chrome_trace(str(options.path / TRACE))
+    events = list(profiler.events())
+    calls = sum(event.name == "longspan::attention_forward" for event in events)
+    layers = ours.model_config.num_layers
+    return abs(calls - layers) / layers * 2, {"file": TRACE, **work_of(events)}
+
+
+@contextmanager
+def _profiled(device: torch.device) -> Iterator[torch.profiler.profile]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device.type == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    settle(device)
+    with torch.profiler.profile(activities=activities) as profiler:
+        yield profiler
+        settle(device)
+
+
+def work_of(events: Iterable[Any]) -> Figures:
+    """Of a profiler's events: where the time goes, and on a GPU launches, waits of the host, copies between it and the device."""
+    events = list(events)
+    on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in on_device or events:
+        spent[event.name].append((event.device_time_total if on_device else event.self_cpu_time_total) / 1e3)
+    longest = sorted(spent.items(), key=lambda item: -sum(item[1]))[:8]
+    busiest = [{"name": name, "calls": len(ms), "ms": sum(ms)} for name, ms in longest]
+    if not on_device:
+        return {"busiest": busiest}
+    names = [event.name for event in events]
+    return {
+        "launches": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in names),
+        "host_waits": sum(name.startswith("cuda") and name.endswith("Synchronize") for name in names),
+        "copies_to_host": sum(name.startswith("Memcpy DtoH") for name in names),
+        "copies_to_device": sum(name.startswith("Memcpy HtoD") for name in names),
+        "device_ms": sum(sum(ms) for ms in spent.values()),
+        "busiest": busiest,
+    }

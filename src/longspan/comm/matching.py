@@ -1,0 +1,158 @@
+"""Which batches of messages can finish, under NCCL's rules. No tensors, no threads.
+
+A rank's batches on one communicator run in the order in which the rank posted them. A batch ends when each of its messages has
+met its counterpart, and a message meets only what a running batch of the other rank holds:
+
+    rank 0   [recv 1]  [send 1]         rank 1   [recv 0]  [send 0]         both wait for ever
+
+The n-th message that one rank sends another meets the n-th that the other awaits from it.
+"""
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from longspan.spec import CommError
+
+
+@dataclass(eq=False)
+class Part:
+    """One end of a message: what it carries, and, once both are known, the other end."""
+
+    peer: int
+    num_elements: int
+    kind: str
+    """The type of the elements."""
+    num_bytes: int = 0
+    tensor: Any = None
+    """What is carried, for the transport; None once it has moved."""
+    mark: Any = None
+    """When the tensor is ready, for the transport."""
+    other: "Part | None" = None
+    batch: "Batch | None" = None
+
+    def __str__(self) -> str:
+        return f"{self.num_elements} x {self.kind}"
+
+
+@dataclass(eq=False)
+class Batch:
+    """What a rank posts at once: messages, or its part of a collective, which every rank of the communicator posts."""
+
+    rank: int
+    sends: Sequence[Part] = ()
+    receives: Sequence[Part] = ()
+    collective: str = ""
+    """Name of the collective, and what all ranks must give alike; empty for messages."""
+    number: int = -1
+    """How many batches this rank posted before."""
+    unmet: int = -1
+    """Ends of messages that have not met theirs; -1: the batch has not begun."""
+
+    @property
+    def done(self) -> bool:
+        return self.unmet == 0
+
+
+@dataclass
+class Communicator:
+    """One communicator of `size` ranks. Sends of up to `buffered` bytes end without a counterpart, as small ones may on NCCL."""
+
+    size: int
+    buffered: int = 0
+    queues: list[deque[Batch]] = field(init=False)
+    _posted: list[int] = field(init=False)
+    _offered: dict[tuple[int, int], deque[Part]] = field(default_factory=lambda: defaultdict(deque))
+    _awaited: dict[tuple[int, int], deque[Part]] = field(default_factory=lambda: defaultdict(deque))
+
+    def __post_init__(self) -> None:
+        self.queues, self._posted = [deque() for _ in range(self.size)], [0] * self.size
+
+    def post(self, batch: Batch) -> list[Batch]:
+        """Queue a batch; the batches, of whichever rank, that are done now. Raises `CommError` for ends that do not fit."""
+        batch.number, self._posted[batch.rank] = self._posted[batch.rank], self._posted[batch.rank] + 1
+        for part in (*batch.sends, *batch.receives):
+            part.batch = batch
+        queue = self.queues[batch.rank]
+        queue.append(batch)
+        return list(self._advance(batch.rank)) if len(queue) == 1 else []
+
+    def _advance(self, rank: int) -> Iterator[Batch]:
+        """Begin the first batch of a rank, and all that can begin once batches end."""
+        ready = [rank]
+        while ready:
+            rank = ready.pop()
+            queue = self.queues[rank]
+            if not queue or queue[0].unmet != -1:
+                continue
+            for batch in self._begin(queue[0]):
+                yield self.queues[batch.rank].popleft()
+                ready.append(batch.rank)
+
+    def _begin(self, batch: Batch) -> list[Batch]:
+        """Let the messages of a batch meet those of running ones; the batches that are done by that."""
+        if batch.collective:
+            return self._gather(batch)
+        batch.unmet = len(batch.sends) + len(batch.receives)
+        touched = {batch: None}
+        for part in batch.sends:
+            self._offered[batch.rank, part.peer].append(part)
+            if part.num_bytes <= self.buffered:
+                batch.unmet -= 1
+        for part in batch.receives:
+            self._awaited[part.peer, batch.rank].append(part)
+        for pair in {(batch.rank, part.peer) for part in batch.sends} | {(p.peer, batch.rank) for p in batch.receives}:
+            offered, awaited = self._offered[pair], self._awaited[pair]
+            while offered and awaited:
+                sent, received = offered.popleft(), awaited.popleft()
+                if (sent.num_elements, sent.kind) != (received.num_elements, received.kind):
+                    raise CommError(f"rank {pair[0]} sends {sent} to rank {pair[1]}, which awaits {received}")
+                sent.other, received.other = received, sent
+                assert sent.batch is not None, "the batch was posted"
+                assert received.batch is not None, "the batch was posted"
+                received.batch.unmet -= 1
+                if sent.num_bytes > self.buffered:
+                    sent.batch.unmet -= 1
+                touched |= {sent.batch: None, received.batch: None}
+        return [each for each in touched if each.done and each in self.queues[each.rank]]
+
+    def _gather(self, batch: Batch) -> list[Batch]:
+        """A collective is done when it is what every rank runs."""
+        batch.unmet = 1
+        firsts = [queue[0] for queue in self.queues if queue and queue[0].collective and queue[0].unmet == 1]
+        if odd := next((first for first in firsts if first.collective != batch.collective), None):
+            raise CommError(f"rank {batch.rank} runs {batch.collective} while rank {odd.rank} runs {odd.collective}")
+        if len(firsts) < self.size:
+            return []
+        by_pair = {(f.rank, part.peer): part for f in firsts for part in f.sends}
+        for first in firsts:
+            for part in first.receives:
+                sent = by_pair.get((part.peer, first.rank))
+                if sent is None or sent.num_elements != part.num_elements:
+                    raise CommError(
+                        f"rank {part.peer} gives {0 if sent is None else sent} to rank {first.rank}, which awaits {part}"
+                    )
+                sent.other, part.other = part, sent
+        if any(part.other is None for part in by_pair.values()):
+            lost = next((pair for pair, part in by_pair.items() if part.other is None))
+            raise CommError(f"rank {lost[1]} awaits nothing from rank {lost[0]}, which gives {by_pair[lost]}")
+        for first in firsts:
+            first.unmet = 0
+        return firsts
+
+    def waits_for(self, rank: int) -> tuple[str, list[int]]:
+        """What the first batch of a rank lacks, in words, and the ranks that have not posted it or run something else."""
+        if not self.queues[rank]:
+            return "has nothing under way", []
+        first = self.queues[rank][0]
+        if first.collective:
+            missing = [r for r, queue in enumerate(self.queues) if not queue or not queue[0].collective]
+            return f"batch {first.number}, {first.collective}", missing
+        sends = [part for part in first.sends if part.other is None and part.num_bytes > self.buffered]
+        receives = [part for part in first.receives if part.other is None]
+        lacks = Counter(
+            [f"{part} to {part.peer}" for part in sends] + [f"{part} from {part.peer}" for part in receives]
+        )
+        told = ", ".join(text if times == 1 else f"{times} times {text}" for text, times in lacks.items())
+        return f"batch {first.number}, {told}", sorted({part.peer for part in (*sends, *receives)})

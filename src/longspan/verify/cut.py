@@ -1,0 +1,62 @@
+"""A run cut to fewer layers and shorter rows, so that one rank can hold what it is verified against.
+
+Everything that CP changes stays: widths, heads, vocabulary, every kind of mask, all degrees, layout, route, kernel and types.
+What only repeats goes: layers of a mask that others have, and tokens beyond what shows each window.
+"""
+
+from typing import Any
+
+from longspan.spec import SpecError
+from longspan.train.config import TrainConfig
+from longspan.train.model import model_config
+from longspan.verify.config import VerifyConfig
+
+
+def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
+    """The run with at most `cases.layers` layers and `cases.tokens` tokens a row; a cut run is cut to the same again.
+
+    Layers: the first of each window, then from the first on. Of a run that starts from a folder, the first weights are drawn
+    at random. Shorter rows are packed anew, without the manifest.
+
+    Raises `SpecError`: fewer layers than kinds of masks, or rows in which a window would hide nothing.
+    """
+    values: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
+    model = model_config(config)
+    windows = model.windows or (None,) * model.num_layers
+    if cases.layers is not None and cases.layers < model.num_layers:
+        kinds = tuple(dict.fromkeys(windows))
+        if cases.layers < len(kinds):
+            raise SpecError(
+                f"{cases.layers} layers cannot have the {len(kinds)} kinds of masks of {model.num_layers}: windows {kinds}",
+                hint=f"cut to at least {len(kinds)} layers",
+            )
+        first = [windows.index(window) for window in kinds]
+        others = [layer for layer in range(model.num_layers) if layer not in first]
+        kept = sorted((first + others)[: cases.layers])
+        own = [windows[layer] for layer in kept] if model.windows else ()
+        changed = {**model.model_dump(), "num_layers": cases.layers, "windows": own}
+        values |= {"model": type(model).model_validate(changed), "init_from": None}
+    if cases.tokens is not None and cases.tokens < config.data.row_tokens:
+        hidden = [
+            window for window in windows if window is not None and cases.tokens <= window < config.data.row_tokens
+        ]
+        if hidden:
+            raise SpecError(
+                f"in rows of {cases.tokens} tokens a window of {max(hidden)} would hide nothing",
+                hint=f"cut to more than {max(hidden)} tokens",
+            )
+        data = config.data.model_dump() | {"row_tokens": cases.tokens, "manifest": None}
+        if data["fit"] is not None:
+            data["fit"]["buckets"] = [bucket for bucket in data["fit"]["buckets"] if bucket < cases.tokens]
+        values["data"] = type(config.data).model_validate(data)
+    return type(config).model_validate(values)
+
+
+def describe_cut(config: TrainConfig, cases: VerifyConfig) -> dict[str, tuple[int, int]]:
+    """What `cut` leaves and what there was, of "layers" and "row_tokens"; without what is whole."""
+    left = cut(config, cases)
+    sizes = {
+        "layers": (model_config(left).num_layers, model_config(config).num_layers),
+        "row_tokens": (left.data.row_tokens, config.data.row_tokens),
+    }
+    return {name: (now, before) for name, (now, before) in sizes.items() if now < before}
