@@ -22,6 +22,7 @@ from longspan.attention.rows import Group, KVGradient, Lane, ReturningGradients,
 from longspan.attention.scores import ScoreChange
 from longspan.attention.sums import Gradient, Output
 from longspan.comm.traffic import Call, call
+from longspan.comm.upload import upload
 from longspan.plan import HeadShare, Layout, Plan, RankPlan, Stage, Step
 
 Tensor = torch.Tensor
@@ -76,7 +77,7 @@ class Share:
         key = ("places", id(step), device)
         if key not in self.kept:
             slots = self.row_layout.positions(step.source)
-            self.kept[key] = torch.from_numpy(np.concatenate([slots[a:b] for a, b in step.held])).to(device)
+            self.kept[key] = upload(torch.from_numpy(np.concatenate([slots[a:b] for a, b in step.held])), device)
         places: Tensor = self.kept[key]
         return places
 

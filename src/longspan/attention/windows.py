@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from longspan.comm.upload import upload
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -104,7 +105,7 @@ def sequences(shapes: tuple[Shape, ...], device: torch.device) -> tuple[Tensor |
     if len(shapes) == 1:
         return None, None, queries[0], keys[0]
     of_queries, of_keys = (
-        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device) for lengths in (queries, keys)
+        upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device) for lengths in (queries, keys)
     )
     return of_queries, of_keys, max(queries), max(keys)
 

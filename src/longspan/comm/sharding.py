@@ -7,6 +7,7 @@ import torch
 
 from longspan.comm.gather import stack
 from longspan.comm.groups import RankGroup
+from longspan.comm.upload import upload
 from longspan.plan import Layout
 from longspan.spec import SpecError
 
@@ -17,7 +18,7 @@ def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int, fill: float = 0)
     Dead slots hold `fill`. Raises `SpecError` if the length is not `S`: another length would give the wrong rows.
     """
     index = _check(x, layout.seq_len, dim)
-    positions = torch.from_numpy(layout.positions(rank)).to(x.device)
+    positions = upload(torch.from_numpy(layout.positions(rank)), x.device)
     local = x.index_select(index, positions.clamp(min=0))
     dead = layout.num_slots(rank) - int(layout.counts[rank])
     if dead:
@@ -33,7 +34,7 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.Te
     index = dim % parts[0].ndim
     live = [part.narrow(index, 0, int(count)) for part, count in zip(parts, layout.counts, strict=True)]
     order = torch.cat([torch.from_numpy(layout.positions(rank)) for rank in range(layout.ranks)])
-    inverse = torch.argsort(order[order >= 0]).to(parts[0].device)
+    inverse = upload(torch.argsort(order[order >= 0]), parts[0].device)
     return torch.cat(live, dim=index).index_select(index, inverse)
 
 

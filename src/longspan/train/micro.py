@@ -15,6 +15,7 @@ from torch import nn
 from longspan.attention.context import Sequence as Sharded
 from longspan.attention.staged import Projections, Transform
 from longspan.comm.meshes import Meshes
+from longspan.comm.upload import upload
 from longspan.data import Batch
 from longspan.model import Attend, Routing, SelfAttention, WholeLayer, count_targets
 from longspan.model.config import ExpertsConfig, ModelConfig, window_of
@@ -71,24 +72,19 @@ def make_micro(
     on_host = sequence.shard(whole, dim=1)
     # What depends on values is found here, without waiting for the device.
     num_targets, live = count_targets(on_host["labels"]), part(on_host["position_ids"] >= 0)
-    local = {name: _sent(x, device) for name, x in on_host.items()}
+    local = {name: upload(x, device) for name, x in on_host.items()}
     tokens, unit, routing = local.pop("tokens", None), local.pop("unit", None), None
     if unit is not None:
         routing = Routing(
-            live=_sent(live, device),
+            live=upload(live, device),
             unit=part(unit),
-            unit_tokens=_sent(torch.tensor(lengths), device),
+            unit_tokens=upload(torch.tensor(lengths), device),
             group=meshes.tokens if meshes.topology.tp * meshes.topology.cp > 1 else None,
             scale=balance_scale,
-            slots=_sent(live.flatten().nonzero()[:, 0], device),
+            slots=upload(live.flatten().nonzero()[:, 0], device),
         )
     tokens = None if tokens is None else part(tokens)
     return Micro(**local, num_targets=num_targets, attend=_attend(sequence, config), tokens=tokens, routing=routing)
-
-
-def _sent(x: Tensor, device: str) -> Tensor:
-    """`x` on the device. The host does not wait for a GPU that is busy."""
-    return x.pin_memory().to(device, non_blocking=True) if device == "cuda" else x.to(device)
 
 
 def _attend(sequence: Sharded, config: TrainConfig) -> Attend:
