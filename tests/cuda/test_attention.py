@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan import Layout, Mask, attention, plan_attention, shard
+from longspan import Layout, Mask, attention, plan_attention, record, shard
 from longspan.plan.bands import UNBOUNDED
 from tests.attention.cases import masks_of
 from tests.attention.tiles import PRECISION, TILES
@@ -17,7 +17,8 @@ from tests.oracle import Inputs, dense_attention, make_inputs, raised, relative_
 from tests.ranks import run_ranks
 
 ROUTES = ("ring", "exchange", "ulysses", "allgather", "rotate")
-TOLERANCES = PRECISION[torch.bfloat16]
+KERNELS = {torch.bfloat16: "sdpa", torch.float32: "efficient"}
+"""That "auto" takes on a device without a package beside torch."""
 
 
 class Seen(NamedTuple):
@@ -30,19 +31,22 @@ class Seen(NamedTuple):
     streams: set[str]
 
 
-def attend(mask: Mask, group: Any = None, rank: int = 0, ranks: int = 1, **options: Any) -> tuple[Seen, Ledger]:
-    """Attention of this rank, forward and backward, in bf16 on the device."""
+def attend(
+    mask: Mask, group: Any = None, rank: int = 0, ranks: int = 1, dtype: torch.dtype = torch.bfloat16, **options: Any
+) -> tuple[Seen, Ledger]:
+    """Attention of this rank, forward and backward, on the device."""
     heads = (4, 2)
-    given = make_inputs(mask.seq_len, heads, dtype=torch.bfloat16)
+    given = make_inputs(mask.seq_len, heads, dtype=dtype)
     want = dense_attention(Inputs(*(x.double() for x in given)), mask)
     layout = Layout.zigzag(mask.seq_len, ranks)
     plan = plan_attention(layout, mask, heads=heads, **options)
     q, k, v, dout = (shard(x, layout, rank, 2).to("cuda") for x in given)
     for x in (q, k, v):
         x.requires_grad_()
-    with stand_in() as ledger:
+    with stand_in() as ledger, record() as calls:
         out = attention(q, k, v, plan=plan, group=group)
         out.backward(dout)
+    assert {call.kernel for call in calls} == {KERNELS[dtype]}
     got = (out.detach(), q.grad, k.grad, v.grad)
     assert all(isinstance(x, CudaTensor) for x in got)
     floors = [max(1e-3, x.abs().max().item()) for x in want[:4]]
@@ -54,9 +58,9 @@ def attend(mask: Mask, group: Any = None, rank: int = 0, ranks: int = 1, **optio
     return Seen(errors[0], max(errors[1:]), ledger.syncs_by_site(), list(ledger.copies), streams), ledger
 
 
-def check(seen: Seen) -> None:
-    assert seen.out < TOLERANCES[0], seen
-    assert seen.gradients < TOLERANCES[1], seen
+def check(seen: Seen, dtype: torch.dtype = torch.bfloat16) -> None:
+    assert seen.out < PRECISION[dtype][0], seen
+    assert seen.gradients < PRECISION[dtype][1], seen
     assert seen.syncs == {}, seen
     assert [copy for copy in seen.copies if copy.direction == "to host" or not copy.pinned] == [], seen
 
@@ -74,10 +78,11 @@ def test_every_tile(kind: str) -> None:
         check(attend(mask_of_tile(kind))[0])
 
 
+@pytest.mark.parametrize("dtype", KERNELS, ids=str)
 @pytest.mark.parametrize("number", range(9))
-def test_every_mask(number: int) -> None:
+def test_every_mask(number: int, dtype: torch.dtype) -> None:
     with stand_in():
-        check(attend(masks_of(23)[number])[0])
+        check(attend(masks_of(23)[number], dtype=dtype)[0], dtype)
 
 
 @pytest.mark.parametrize("route", ROUTES)

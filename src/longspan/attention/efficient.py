@@ -23,6 +23,7 @@ import torch
 from longspan.attention.capability import AMPERE, capability
 from longspan.attention.scores import ScoreChange
 from longspan.attention.windows import parts_of, sequences
+from longspan.comm.upload import upload
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -198,4 +199,5 @@ def _longest(shapes: Sequence[Shape]) -> int:
 def _places(shapes: tuple[Shape, ...], device: torch.device) -> Tensor:
     """Where the rows of each sequence lie in those padded to the longest, one sequence after the other."""
     longest = _longest(shapes)
-    return torch.cat([n * longest + torch.arange(shape.num_q) for n, shape in enumerate(shapes)]).to(device)
+    places = torch.cat([n * longest + torch.arange(shape.num_q) for n, shape in enumerate(shapes)])
+    return upload(places, device)

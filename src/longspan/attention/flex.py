@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from longspan.attention.scores import ScoreChange
+from longspan.comm.upload import upload
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -140,9 +141,9 @@ def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
     for name, blocks in {"kv": part, "full_kv": whole, "q": part.T, "full_q": whole.T}.items():
         order = np.argsort(~blocks, axis=1, kind="stable")  # of each row first the columns that count
         lists[f"{name}_num_blocks"], lists[f"{name}_indices"] = (
-            torch.from_numpy(x.astype(np.int32, order="C")).to(device)[None, None] for x in (blocks.sum(1), order)
+            upload(torch.from_numpy(x.astype(np.int32, order="C")), device)[None, None] for x in (blocks.sum(1), order)
         )
-    from_key, to_key = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (first, last))
+    from_key, to_key = (upload(torch.from_numpy(x.astype(np.int32)), device) for x in (first, last))
 
     def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return (from_key[row] <= key) & (key <= to_key[row])
