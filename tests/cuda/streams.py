@@ -105,16 +105,27 @@ class Event:
 
 
 class Device:
-    """One GPU, which one thread drives, for as long as the thread lives: what longspan keeps for a device stays right."""
+    """One GPU, which one thread drives, for as long as the thread lives: what longspan keeps for a device stays right. Or several
+    threads, if they `share` it; each has a current stream of its own, as in torch."""
 
     def __init__(self) -> None:
-        self.main = self.stream = Stream(name="the main stream")
+        self.main = Stream(name="the main stream")
+        self._current = threading.local()
         self.streams: WeakSet[Stream] = WeakSet((self.main,))
         self.communicators: dict[str, Stream] = {}
         self.host: Clock = {}
         self.ledgers: list[Ledger] = []
         self.freed: list[Freed] = []
         self.allocated = self.peak = 0
+
+    @property
+    def stream(self) -> Stream:
+        """The current stream of this thread."""
+        return getattr(self._current, "stream", self.main)
+
+    @stream.setter
+    def stream(self, stream: Stream) -> None:
+        self._current.stream = stream
 
     def communicator(self, group: str) -> Stream:
         """The stream on which NCCL runs what a group posts."""
@@ -149,6 +160,11 @@ class Device:
             yield
         finally:
             self.stream = before
+
+
+def share(device: Device) -> None:
+    """Let this thread drive the device of another."""
+    _thread.device = device
 
 
 def here() -> Device:

@@ -12,9 +12,9 @@ from tests.attention.cases import masks_of
 from tests.attention.tiles import PRECISION, TILES
 from tests.cuda import CudaTensor, Ledger, RaceError, stand_in
 from tests.cuda.memory import memory_of
-from tests.cuda.streams import Event
+from tests.cuda.streams import Device, Event, here, share
 from tests.oracle import Inputs, dense_attention, make_inputs, raised, relative_error
-from tests.ranks import run_ranks
+from tests.ranks import run_ranks, run_threads
 
 ROUTES = ("ring", "exchange", "ulysses", "allgather", "rotate")
 KERNELS = {torch.bfloat16: "sdpa", torch.float32: "efficient"}
@@ -97,6 +97,20 @@ def _attend_all(group: Any, rank: int, route: str) -> list[Seen]:
     with stand_in():
         nccl = dist.new_group(backend="cpu:gloo,cuda:nccl")
         return [attend(mask, nccl, rank, 2, route=route)[0] for mask in masks_of(23)]
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_ranks_that_share_a_device(route: str) -> None:
+    """Four ranks as threads over the transport in memory, tensors and lane on one device. Ledgers hold what all of them do."""
+    for results in run_threads(4, _attend_on_shared, here(), route, device="cuda"):
+        for seen in results:
+            check(seen._replace(syncs={}, copies=[]))
+
+
+def _attend_on_shared(group: Any, rank: int, device: Device, route: str) -> list[Seen]:
+    share(device)
+    with stand_in():
+        return [attend(mask, group, rank, 4, route=route)[0] for mask in (Mask.documents([2, 4, 2]), masks_of(23)[6])]
 
 
 def test_a_call_makes_no_stream_and_leaves_nothing_in_the_pool_of_another() -> None:
