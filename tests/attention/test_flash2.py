@@ -255,8 +255,16 @@ def test_refusals(monkeypatch, found, dtype, dim, change, reason):
         return found
 
     monkeypatch.setattr(flash2, "version", version)
+    monkeypatch.setattr(flash2, "capability", lambda device: (8, 0))
     flash2._missing.cache_clear()
     x = SimpleNamespace(dtype=dtype, shape=(1, 2, 4, dim), device=torch.device("cuda"))
     told = KERNEL.refusal(x, x, x, change)
     flash2._missing.cache_clear()
     assert told is None if reason is None else told.startswith(reason)
+
+
+def test_devices_before_ampere_are_refused(monkeypatch):
+    monkeypatch.setattr(flash2, "capability", lambda device: (7, 5))
+    monkeypatch.setattr(flash2, "_missing", lambda: None)
+    x = SimpleNamespace(dtype=torch.bfloat16, shape=(1, 2, 4, 64), device=torch.device("cuda"))
+    assert KERNEL.refusal(x, x, x) == "flash-attn begins with Ampere (compute capability 8.0)"
