@@ -220,3 +220,16 @@ def _many_batches(group, rank):
 
 def test_on_cuda_plans_are_compared_with_the_batch_and_not_again_in_its_first_layer():
     assert run_threads(1, _many_batches) == [[["plans", "shapes, types, scales or changes of scores"]]]
+
+
+def _late_problem(group, rank):
+    share = Share.of(plan_attention(Layout.contiguous(S, 2), Mask.causal(S)), rank, group, "auto")
+    agreed: set[str] = set()
+    check_together(share, agreed, torch.device("cuda"), "a kind", None)
+    problem = SpecError("9 heads") if rank == 1 else None
+    return raised(check_together, share, agreed, torch.device("cuda"), "a kind", problem)
+
+
+def test_on_cuda_a_problem_in_a_later_call_is_raised_where_it_is_alone():
+    """What `attention` says of CUDA: the ranks do not compare again, so the others go on, to their communicator's timeout."""
+    assert run_threads(2, _late_problem) == [("", ""), ("SpecError", "9 heads")]
