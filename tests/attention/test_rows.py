@@ -101,14 +101,14 @@ class Device(TorchDispatchMode):
         )
 
     def post(self, real):
-        def post(hop, group, call, collective=False):
+        def post(hop, group, call, collective=None):
             flight = real(hop, group, call, collective)
             if not flight.works:
                 return flight
             merge(self.clocks["nccl"], self.clocks[self.current])
             clock = self.tick("nccl")
             # A collective takes messages that do not lie one after the other as copies, which the flight holds.
-            kept = [[("", x)] for x in flight.kept or ()] if collective else (hop.sends, hop.receives)
+            kept = [[("", x)] for x in flight.kept or ()] if collective is not None else (hop.sends, hop.receives)
             for messages, is_written in zip(kept, (False, True), strict=False):
                 for _, x in messages:
                     self.access(x, "nccl", clock, is_written, "hop")
