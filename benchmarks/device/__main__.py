@@ -7,13 +7,14 @@
 3  two or more ranks, every route: results, bytes, time in kernels and in waiting
 4  compiled code, CUDA graphs, the profiler's trace of a step
 
-A line for each check on stdout; progress on stderr. `device.json` and `device.html` in the output's folder keep what other stages
-found there before. A result may be off by twice what plain PyTorch in the same type is off by, and no figure is given of one
-that is off by more. Exit status 1 if a check fails, or none holds.
+A line for each check on stdout; progress on stderr. `device.json` and `device.html` in the output's folder keep what was found
+there before and not checked anew. A result may be off by twice what plain PyTorch in the same type is off by, and no figure is
+given of one that is off by more. Exit status 1 if a check fails or was not reached in time, or none holds.
 """
 
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import click
@@ -54,9 +55,12 @@ def main(stages: tuple[str, ...], device: str, kernels: tuple[str, ...], quick: 
         record.write(output / "device.json")
         write_page(record, output / "device.html")
         found += rows
-    holding, failing = (sum(row.status == status for row in found) for status in ("holds", "fails"))
-    click.echo(f"{holding} checks hold, {failing} fail, {len(found) - holding - failing} absent: {output}/device.html")
-    sys.exit(bool(failing) or not holding)
+    counts = Counter(row.status for row in found)
+    late = f", {counts['late']} not reached: run their stage again with --kernel" if counts["late"] else ""
+    click.echo(
+        f"{counts['holds']} checks hold, {counts['fails']} fail, {counts['absent']} absent{late}: {output}/device.html"
+    )
+    sys.exit(bool(counts["fails"] or counts["late"]) or not counts["holds"])
 
 
 def _progress(text: str) -> None:

@@ -13,7 +13,7 @@ from longspan.report.palette import rank_colors
 
 Point = tuple[float, float]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 300, 56, 150, 16, 40
-WORDS = {"holds": "holds", "fails": "FAILS", "absent": "not here"}
+WORDS = {"holds": "holds", "fails": "FAILS", "absent": "not here", "late": "NOT REACHED"}
 PLACE = ("seq_len", "documents", "kernel")
 """Figures that say where a point of the chart is; a row's name says them too."""
 UNITS = {"mib": "MiB", "tflops": "TFLOP/s", "sdpa": "SDPA"}
@@ -26,7 +26,7 @@ p { margin: .4rem 0; max-width: 60rem } .soft { color: #5b6b7b }
 th, td { text-align: left; padding: .2rem .9rem .2rem 0; border-bottom: 1px solid #e4e9ee; vertical-align: top }
 td:first-child { white-space: nowrap }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-.holds { color: #1b7a4b } .fails { color: #b42318; font-weight: 600 } .absent { color: #5b6b7b }
+.holds { color: #1b7a4b } .fails, .late { color: #b42318; font-weight: 600 } .absent { color: #5b6b7b }
 svg text { font: 12px system-ui, sans-serif; fill: #1f2933 }
 """
 
@@ -51,7 +51,7 @@ def _summary(record: Record) -> str:
     counts = {status: sum(row.status == status for row in record.rows) for status in WORDS}
     words = ", ".join(
         f'<span class="{status if counts[status] else "absent"}">{counts[status]} {word}</span>'
-        for status, word in (("holds", "hold"), ("fails", "fail"), ("absent", "not here"))
+        for status, word in (("holds", "hold"), ("fails", "fail"), ("absent", "not here"), ("late", "not reached"))
     )
     missing = [str(number) for number in STAGES if number not in record.stages]
     rest = f" Not run yet: stage {', '.join(missing)}." if missing else ""

@@ -44,8 +44,10 @@ class Record:
         return cls(environment, {})
 
     def with_stage(self, number: int, rows: Sequence[Row], seconds: float) -> "Record":
-        """In the place of what was found of that stage before."""
-        stage = Stage(time.strftime("%Y-%m-%d %H:%M"), round(seconds, 1), tuple(rows))
+        """Each row in the place of the one of its name before; what was not asked for or not reached now stays."""
+        before = {row.name: row for row in self.stages[number].rows} if number in self.stages else {}
+        now = {row.name: row for row in rows if row.status != "late" or row.name not in before}
+        stage = Stage(time.strftime("%Y-%m-%d %H:%M"), round(seconds, 1), tuple({**before, **now}.values()))
         return replace(self, stages=dict(sorted({**self.stages, number: stage}.items())))
 
     @property

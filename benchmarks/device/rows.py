@@ -34,11 +34,12 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """One check. `status`: it holds, it fails, or it is absent: not possible here. `error` is over the largest allowed."""
+    """One check. `status`: it holds, it fails, it is absent (not possible here), or it is late (the stage's time was over
+    before it). `error` is over the largest allowed."""
 
     stage: int
     name: str
-    status: Literal["holds", "fails", "absent"]
+    status: Literal["holds", "fails", "absent", "late"]
     reason: str = ""
     error: float | None = None
     figures: Figures = field(default_factory=dict)
@@ -77,7 +78,7 @@ def run_stage(stage: int, checks: Iterable[Check], seconds: float = SOFT_SECONDS
     try:
         for check in checks:
             if time.monotonic() - began > seconds:
-                yield Row(stage, check.name, "absent", f"the stage's {seconds:.0f} seconds were over")
+                yield Row(stage, check.name, "late", f"the stage's {seconds:.0f} seconds were over")
             else:
                 yield run_check(stage, check)
     except Exception as problem:
