@@ -63,11 +63,14 @@ def test_by_default_the_types_that_the_run_uses(
 ) -> None:
     with (
         patch("torch.cuda.is_available", lambda: cuda),
-        patch("longspan.cli.verify.run_verification", return_value=[verdict()]) as asked,
+        patch("torch.cuda.device_count", lambda: 2),
+        patch("longspan.verify.run.launch"),
+        patch("longspan.verify.run.judge", side_effect=lambda case, *_: verdict(dtype=case.dtype)),
     ):
-        assert run(folder / "run.toml", "--set", f"dtype={dtype}", "--quiet").exit_code == 0
-        assert run(folder / "run.toml", "--dtype", "fp64", "--quiet").exit_code == 0
-    assert [call.args[1].dtypes for call in asked.call_args_list] == [verified, ("fp64",)]
+        for options, right in (((), verified), (("--dtype", "fp64"), ("fp64",))):
+            seen = run(folder / "run.toml", "--set", f"dtype={dtype}", *options, "--quiet", "--json")
+            assert seen.exit_code == 0, seen.output
+            assert tuple(case["dtype"] for case in json.loads(seen.stdout)["cases"]) == right
 
 
 def test_on_real_cases(folder: Path) -> None:

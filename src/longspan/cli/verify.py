@@ -10,10 +10,9 @@ from rich.table import Table
 
 from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, spinner
-from longspan.comm.devices import device_type
 from longspan.train.config import ParallelConfig, load_config
 from longspan.train.monitor import json_line
-from longspan.verify.config import VerifyConfig, default_dtypes
+from longspan.verify.config import VerifyConfig
 from longspan.verify.cut import describe_cut
 from longspan.verify.judge import EXACT, Verdict
 from longspan.verify.run import verify as run_verification
@@ -63,7 +62,7 @@ def verify(
         "layouts": layout or (run.parallel.layout,),
         "routes": route or (run.parallel.route,),
         "wire_dtypes": [None if name == "none" else name for name in wire_dtype] or (run.parallel.wire_dtype,),
-        "dtypes": dtype or default_dtypes(run.dtype, device_type(run.parallel.device)),
+        "dtypes": dtype or None,
         "steps": steps,
         "layers": layers,
         "tokens": tokens,

@@ -33,7 +33,7 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
 
     The rows of all data-parallel ranks and micro-batches of a step are read one after the other, on the device of the run.
     """
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(config.parallel.threads or os.cpu_count() or 1)
     device = torch.device(device_type(config.parallel.device))
     loader = make_loader(config, open_store(config.data), dp_rank=0, dp_size=1)
     model = make_model(config, device)

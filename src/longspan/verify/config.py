@@ -2,7 +2,7 @@
 
 from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from longspan.spec import SpecError
 from longspan.train.config import Dtype, LayoutName, Positive, RouteName, WireDtype
@@ -32,10 +32,11 @@ class VerifyConfig(BaseModel):
     layouts: Annotated[tuple[LayoutName, ...], AfterValidator(_check_some)] = ("zigzag",)
     routes: Annotated[tuple[RouteName, ...], AfterValidator(_check_some)] = ("ring",)
     wire_dtypes: Annotated[tuple[WireDtype | None, ...], AfterValidator(_check_some)] = (None,)
-    dtypes: Annotated[tuple[Dtype, ...], AfterValidator(_check_some)] = ("fp64", "fp32")
+    dtypes: Annotated[tuple[Dtype, ...], AfterValidator(_check_some)] | None = None
+    """None: `default_dtypes` of the run."""
     steps: Positive = 2
     """Optimizer steps to replay; gradients are compared at the first, losses and gradient norms at each."""
     layers: Positive | None = None
     """Cut the model to this many layers, with every kind of mask; None: all."""
-    tokens: Positive | None = None
-    """Cut rows to this many tokens; None: `data.row_tokens`."""
+    tokens: Annotated[int, Field(ge=2)] | None = None
+    """Cut rows to this many tokens, at least the 2 of one target; None: `data.row_tokens`."""

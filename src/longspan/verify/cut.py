@@ -18,10 +18,18 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
     Layers: the first of each window, then from the first on. Of a run that starts from a folder, the first weights are drawn
     at random. Shorter rows are packed anew, without the manifest.
 
-    Raises `SpecError`: fewer layers than kinds of masks, or rows in which a window would hide nothing.
+    Raises `SpecError`: more layers or tokens than there are, fewer layers than kinds of masks, or rows in which a window would
+    hide nothing.
     """
     values: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
     model = model_config(config)
+    for name, asked, there in (
+        ("layers", cases.layers, model.num_layers), ("tokens", cases.tokens, config.data.row_tokens),
+    ):  # fmt: skip
+        if asked is not None and asked > there:
+            raise SpecError(
+                f"{name}={asked} cuts nothing: the run has {there}", hint=f"give at most {there}, or leave it out"
+            )
     windows = model.windows or (None,) * model.num_layers
     if cases.layers is not None and cases.layers < model.num_layers:
         kinds = tuple(dict.fromkeys(windows))

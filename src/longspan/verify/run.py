@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from longspan.comm.devices import device_type
 from longspan.comm.launch import launch
 from longspan.train.axes import topology_of
 from longspan.train.config import TrainConfig
@@ -12,7 +13,7 @@ from longspan.train.model import model_config
 from longspan.train.run import check_ranks, prepare_corpus
 from longspan.train.step import check_plan
 from longspan.verify.baseline import run_baseline
-from longspan.verify.config import VerifyConfig
+from longspan.verify.config import VerifyConfig, default_dtypes
 from longspan.verify.cut import cut
 from longspan.verify.evidence import Evidence
 from longspan.verify.judge import EXACT, Verdict, judge
@@ -33,7 +34,7 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
             dtype=dtype,
             parallel=_with(config.parallel, cp=cp, layout=layout, **_route(config, route), wire_dtype=wire_dtype),
         )
-        for dtype in cases.dtypes
+        for dtype in cases.dtypes or default_dtypes(config.dtype, device_type(config.parallel.device))
         for wire_dtype in cases.wire_dtypes
         for cp in cases.cp
         for layout in cases.layouts
