@@ -103,6 +103,21 @@ def test_ranks_that_come_late_are_waited_for_beyond_the_timeout() -> None:
         assert [rank.result(10) for rank in (*early, pool.submit(module.meet, store, 3))] == [None] * 3
 
 
+def test_ranks_that_wait_learn_of_one_that_failed_before_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda url, timeout: iter([(store, 2, 3)]))
+    for name, value in {"RANK": "2", "WORLD_SIZE": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with ThreadPoolExecutor(2) as pool:
+        early = [pool.submit(module.meet, store, 3) for _ in range(2)]
+        with pytest.raises(ValueError, match="no such corpus"), module.telling_others():
+            raise ValueError("no such corpus")
+        for rank in early:
+            with pytest.raises(CommError) as told:
+                rank.result(10)
+            assert told.value.message == "rank 2 failed: no such corpus; the other ranks do not start without it"
+
+
 @pytest.mark.parametrize("rank", ["0", "1", "2"])
 def test_every_rank_is_refused_where_there_are_fewer_devices(monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from longspan.cli.errors import friendly
 from longspan.cli.options import config_options, corpus_progress
+from longspan.comm.launch import telling_others
+from longspan.spec import SpecError
 from longspan.train.config import load_config
 from longspan.train.monitor import json_line, speed_words
 from longspan.train.run import Summary, check_ranks, prepare, reckon
@@ -34,11 +36,16 @@ def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, 
         torchrun --nnodes 2 --nproc-per-node 8 ... -m longspan.cli.main train run.toml
     """
     loaded = load_config(config, overrides)
-    if not dry_run:
-        check_ranks(loaded)
-    with corpus_progress(quiet) as progress:
-        store = prepare(loaded, progress)
+    with telling_others():
+        if not dry_run:
+            check_ranks(loaded)
+        with corpus_progress(quiet) as progress:
+            store = prepare(loaded, progress)
     if dry_run:
+        try:
+            check_ranks(loaded)
+        except SpecError as error:
+            click.echo(f"warning: on this machine the run would be refused: {error}", err=True)
         start = reckon(loaded, store)
         if as_json:
             click.echo(json_line(start.record()))

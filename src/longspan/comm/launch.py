@@ -5,7 +5,8 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,13 +18,12 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from longspan.comm.devices import check_devices, device_type
 from longspan.comm.meshes import Meshes
-from longspan.comm.torchrun import local_ranks
+from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.plan import Topology
 from longspan.spec import CommError
 
 _LINGER_SECONDS = 2.0
-_PATIENCE = timedelta(days=7)
-"""For ranks that are not there yet, as they tokenise or load. Those that die are the launcher's, which ends the others."""
+_LOOK_SECONDS = 0.05
 
 
 def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
@@ -76,7 +76,8 @@ def join_world(topology: Topology, timeout: timedelta, threads: int | None = Non
     `device`: "cpu", "cuda", or "auto", as `device_type` reads it. Raises `SpecError`: see `check_devices`.
     """
     local = local_ranks(1)
-    check_devices(device, local)
+    with telling_others():
+        check_devices(device, local)
     store, rank, world = next(dist.rendezvous("env://", timeout=timeout))
     meet(store, world)
     start: dict[str, Any] = {"store": store, "rank": rank, "world_size": world, "timeout": timeout}
@@ -92,10 +93,29 @@ def join_world(topology: Topology, timeout: timedelta, threads: int | None = Non
 
 
 def meet(store: dist.Store, world: int) -> None:
-    """Wait until `world` ranks have called this, however long the store's own timeout is."""
+    """Wait until `world` ranks have called this: others may still tokenise or load, for longer than any timeout.
+
+    Raises `CommError` naming the first rank that has failed before it came here.
+    """
     if store.add("longspan/ranks", 1) == world:
         store.set("longspan/all", "")
-    store.wait(["longspan/all"], _PATIENCE)
+    while not store.check(["longspan/all"]):
+        if store.check(["longspan/failed"]):
+            raise CommError(f"{store.get('longspan/failed').decode()}; the other ranks do not start without it")
+        time.sleep(_LOOK_SECONDS)
+
+
+@contextmanager
+def telling_others() -> Iterator[None]:
+    """What fails inside, under torchrun, is told to the ranks that wait in `meet`, on other machines too."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(Exception):  # where the store cannot be reached either, the error itself says more
+            if under_torchrun():
+                store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))
+                store.set("longspan/failed", f"rank {rank} failed: {error}")
+        raise
 
 
 def leave_world() -> None:
