@@ -10,6 +10,7 @@ from longspan.attention.attention import attention
 from longspan.attention.checks import check_together
 from longspan.attention.context import ContextParallel
 from longspan.attention.executor import Share
+from longspan.comm.memory import MemoryGroup
 from longspan.comm.traffic import record
 from longspan.plan import Layout, Mask, plan_attention
 from longspan.spec import SpecError
@@ -233,3 +234,29 @@ def _late_problem(group, rank):
 def test_on_cuda_a_problem_in_a_later_call_is_raised_where_it_is_alone():
     """What `attention` says of CUDA: the ranks do not compare again, so the others go on, to their communicator's timeout."""
     assert run_threads(2, _late_problem) == [("", ""), ("SpecError", "9 heads")]
+
+
+def _other_masks(group, rank):
+    """Of one sequence with two masks, rank 0 attends by the one and rank 1 by the other, as on CUDA."""
+    cp = ContextParallel(group, heads=(4, 2))
+    with cp.sequence({"full": Mask.causal(S), "window": Mask.causal(S, window=3)}) as seq:
+        shares = seq._shares
+    both = [check_together(ref.share, ref.agreed, torch.device("cuda"), "a kind", None) for ref in shares.values()]
+    assert both == [None, None]
+    fresh: set[str] = set()
+    ref = shares[("full", "window")[rank]]
+    return raised(check_together, ref.share, fresh, torch.device("cuda"), "a kind", None)
+
+
+def test_ranks_that_attend_by_other_masks_of_a_sequence():
+    """The plan of a mask is compared with the batch; the kind of a call says whose it is."""
+    for kind, text in run_threads(2, _other_masks):
+        assert kind == "DisagreementError"
+        assert "plans: rank 1 differ from rank 0" in text
+
+
+def test_on_cuda_a_group_is_connected_before_its_first_hop():
+    """By all ranks, once: some have nothing to send, and NCCL connects a group in its first operation."""
+    with patch.object(MemoryGroup, "connect") as connect:
+        run_threads(2, _on_cuda, [("a kind", "a kind"), ("another", "another")])
+    assert connect.call_count == 2

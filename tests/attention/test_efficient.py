@@ -15,7 +15,7 @@ from longspan.attention.attention import attention
 from longspan.attention.efficient import EfficientKernel
 from longspan.attention.kernel import KERNELS, launches
 from longspan.attention.scores import ScoreChange
-from longspan.plan import Layout, Mask, plan_attention
+from longspan.plan import Layout, Mask, Shape, plan_attention
 from tests.oracle import dense_attention, make_inputs, relative_error
 from tests.ranks import run_ranks
 
@@ -272,3 +272,17 @@ def test_rows_that_do_not_begin_on_16_bytes_are_copied(operators):
 def test_refusal(given: tuple[SimpleNamespace, ...], change, major, reason):
     with patch.object(efficient, "capability", lambda device: (major, 0)):
         assert KERNEL.refusal(*given, change) == reason
+
+
+def test_tiles_of_one_call_are_about_as_long():
+    """The operator pads every sequence to the longest: 512 documents of 64 beside one of 32,768 would take 257 GiB."""
+    square = [Shape(n, n, 0, n - 1) for n in (64, 128, 129)]
+    cuda = torch.device("cuda")
+    assert [KERNEL.joins(square[0], other, cuda) for other in square] == [True, True, False]
+    assert [KERNEL.joins(other, square[0], cuda) for other in square] == [True, True, False]
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(1000, True), (2**31 // (32 * 128), False)])
+def test_where_a_head_begins_fits_32_bits(rows, kept):
+    x = torch.empty(1, 32, rows, 128, device="meta", dtype=torch.bfloat16)
+    assert (efficient._rows_first(x, efficient.Mode(0)).stride(2) == rows * 128) == kept

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan import Layout, Mask, attention, plan_attention, record, shard
+from longspan import Layout, Mask, UpipeAttention, attention, plan_attention, record, shard
+from longspan.comm.gather import stack
 from longspan.plan.bands import UNBOUNDED
 from tests.attention.cases import masks_of
 from tests.attention.tiles import PRECISION, TILES
@@ -148,3 +149,23 @@ def test_streams_that_do_not_wait_are_noticed_on_one_rank(monkeypatch: pytest.Mo
         monkeypatch.setattr(Event, "wait", lambda event, stream=None: None)
         with pytest.raises(RaceError, match="does not wait for"):
             attend(Mask.causal(24))
+
+
+def _staged(group: Any, rank: int, device: Device) -> dict[str, int]:
+    """A layer of `upipe`, 4 heads in 2 stages, forward and backward; where the host waited."""
+    share(device)
+    layout = Layout.zigzag(24, 2)
+    plan = plan_attention(layout, Mask.causal(24), "upipe", (4, 2))
+    with stand_in():
+        layer = UpipeAttention(32, 4, 2, heads_per_stage=2).to(torch.bfloat16).to("cuda")
+        x = torch.ones(1, 12, 32, dtype=torch.bfloat16).to("cuda").requires_grad_()
+        layer(x, plan, group)  # the ranks compare the kind of call in the first one
+        stack(torch.zeros(1), group)  # ledgers hold what all threads do: begin together
+        with stand_in() as ledger:
+            layer(x, plan, group).sum().backward()
+        assert x.grad is not None
+        return ledger.syncs_by_site()
+
+
+def test_stages_of_heads_do_not_wait_for_the_device() -> None:
+    assert run_threads(2, _staged, here(), device="cuda") == [{}, {}]

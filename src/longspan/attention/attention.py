@@ -70,14 +70,16 @@ def attend(
     return out
 
 
-def share_of(plan: Plan, group: Group, kernel: str = "auto", agreed: set[str] | None = None) -> ShareRef:
+def share_of(
+    plan: Plan, group: Group, kernel: str = "auto", name: str = "", agreed: set[str] | None = None
+) -> ShareRef:
     """This rank's share of a plan in a group, made once and kept for as long as the plan lives.
 
-    `agreed`: the kinds of call that ranks have compared, kept by a caller whose ranks have compared the plan itself.
+    `agreed`: the kinds of call that ranks have compared, kept by a caller whose ranks have compared the plan of that `name`.
     """
     process_group = as_group(group, plan.degrees.levels)
     kept = plan.attachments
-    key = (process_group, kernel)
+    key = (process_group, kernel, name)
     if key not in kept:
         rank, size = rank_and_size(process_group)
         if size != plan.ranks:
@@ -85,6 +87,6 @@ def share_of(plan: Plan, group: Group, kernel: str = "auto", agreed: set[str] | 
                 f"the plan is for {plan.ranks} ranks and the group has {size}",
                 hint=f"make the layout with ranks={size}" if size > 1 else "give group=",
             )
-        kept[key] = ShareRef(Share.of(plan, rank, process_group, kernel), agreed)
+        kept[key] = ShareRef(Share.of(plan, rank, process_group, kernel, name), agreed)
     ref: ShareRef = kept[key]
     return ref

@@ -1,4 +1,4 @@
-"""What a CUDA device is, as far as kernels differ by it: the one place that asks, and that tests put another device in."""
+"""What a CUDA device is, as far as attention kernels differ by it; tests put another device in here."""
 
 import torch
 

@@ -6,6 +6,7 @@ from longspan.attention.executor import Share
 from longspan.attention.kernel import choose_kernel
 from longspan.attention.scores import ScoreChange
 from longspan.comm.agree import check_agreement
+from longspan.comm.transport import transport_of
 from longspan.plan import check_heads
 from longspan.spec import LongspanError, SpecError
 
@@ -51,6 +52,7 @@ def check_together(
     share: Share, agreed: set[str], device: torch.device, call: str, problem: LongspanError | None
 ) -> None:
     """Raise the `problem`, here and on the other ranks, or if these have another plan or another kind of `call`."""
+    call = f"{share.name} {call}"
     if device.type == "cuda" and agreed:
         if problem is not None:
             raise problem
@@ -59,6 +61,8 @@ def check_together(
     check_agreement(
         share.group, {"plans": share.digest, "shapes, types, scales or changes of scores": call.encode()}, problem
     )
+    if device.type == "cuda" and not agreed and share.group is not None:
+        transport_of(share.group).connect(device)
     agreed.add(call)
 
 

@@ -161,7 +161,7 @@ class Sequence:
         self.cp = cp
         self.layout, self.plans = cp.plans(masks)
         # Apart from the plans, which differ from batch to batch: code that is compiled once sees these alone.
-        self._shares = {name: share_of(plan, cp.group, cp.kernel, cp.agreed) for name, plan in self.plans.items()}
+        self._shares = {name: share_of(plan, cp.group, cp.kernel, name, cp.agreed) for name, plan in self.plans.items()}
 
     @property
     def digest(self) -> bytes:

@@ -29,6 +29,8 @@ class CudnnKernel:
             return "cuDNN attention takes scores as they are: no soft-cap, no ALiBi"
         if k.shape[3] != v.shape[3] or q.shape[3] > 128 or q.shape[3] % 8:
             return f"cuDNN attention takes equal head dims that 8 divides up to 128, not {k.shape[3]} and {v.shape[3]}"
+        if torch.are_deterministic_algorithms_enabled():
+            return "cuDNN attention has no deterministic backward"
         return None
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:

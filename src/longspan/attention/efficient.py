@@ -33,6 +33,7 @@ _FULL, _TOP_LEFT, _BOTTOM_RIGHT = 0, 1, 2
 _LSE_ROWS = 32
 _ROW_BYTES = 16
 _INF = float("inf")
+_INT32 = 2**31 - 1
 
 
 class Mode(NamedTuple):
@@ -67,7 +68,9 @@ class EfficientKernel:
         return _split(tile)
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        return _shows(_mode(first), second)
+        # Rows are padded to the longest of a call, so that tiles of one call are about as long.
+        short, long = sorted((first.num_q, second.num_q))
+        return long <= max(2 * short, _LSE_ROWS) and _shows(_mode(first), second)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
@@ -161,7 +164,9 @@ def _rows_first(x: Tensor, mode: Mode, group: int = 1) -> Tensor:
     x = x.flip(1) if mode.turned else x
     unit = _ROW_BYTES // x.element_size()
     even = x.storage_offset() % unit == 0 and all(stride % unit == 0 for stride in x.stride()[:3])
-    return x if even else x.clone(memory_format=torch.contiguous_format)
+    # Kernels reckon where a head begins in 32 bits.
+    near = x.shape[2] * x.stride(2) <= _INT32
+    return x if even and near else x.clone(memory_format=torch.contiguous_format)
 
 
 def _heads_first(x: Tensor, mode: Mode, group: int = 1) -> Tensor:

@@ -41,6 +41,8 @@ class Share:
     digest: bytes
     group: Group
     kernel: str
+    name: str = ""
+    """Of the mask among those of its sequence: the same in every batch."""
     kept: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -82,7 +84,7 @@ class Share:
         return places
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, group: Group, kernel: str) -> "Share":
+    def of(cls, plan: Plan, rank: int, group: Group, kernel: str, name: str = "") -> "Share":
         return cls(
             plan.rank_plan(rank),
             plan.route,
@@ -93,6 +95,7 @@ class Share:
             plan.digest,
             group,
             kernel,
+            name,
         )
 
 

@@ -123,7 +123,7 @@ KERNELS: dict[str, Kernel] = {
 """In the order in which "auto" tries them: the fastest first."""
 
 _CUDNN = 91501
-"""cuDNN 9.15.1, from which on torch itself prefers cuDNN attention on Hopper and Blackwell."""
+"""cuDNN 9.15.1, from which on torch prefers cuDNN attention on Hopper and Blackwell (some of it: H100, B200)."""
 
 
 def check_kernel_name(name: str) -> str:
@@ -180,6 +180,4 @@ def _reason_to_pass(name: str, device: torch.device, change: ScoreChange | None,
         return "cuDNN attention is faster than flash attention on Hopper and Blackwell alone"
     if (torch.backends.cudnn.version() or 0) < _CUDNN:
         return f"cuDNN {torch.backends.cudnn.version()} is older than {_CUDNN}"
-    if torch.are_deterministic_algorithms_enabled():
-        return "cuDNN attention has no deterministic backward"
     return None if regular else "cuDNN attention is for plans of full and causal tiles whose sides 128 divides"

@@ -9,7 +9,7 @@ takes its heads' rows of the weights, in the model's own order, so that no weigh
     B batch, T slots of this rank, E width of x, H query heads, K KV heads, D head dim
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -223,8 +223,8 @@ class _Layer:
                 kernel = self._kernel(exchange, q, kv)
                 out, lse = attend_rows(self.share, kernel, (q, *kv.rows), None, self.scale, meter)
                 (local_out,) = exchange.back([out], [], dtype)
-                into = self.sums["o"].unflatten(1, (-1, D))
-                into[:, list(stage.query)] += (_rows(dy).mT @ _rows(_side_by_side(local_out))).unflatten(1, (-1, D))
+                found = _rows(dy).mT @ _rows(_side_by_side(local_out))
+                _add_heads(self.sums["o"].unflatten(1, (-1, D)), found.unflatten(1, (-1, D)), stage.query, dim=1)
                 del local_out
                 (dout,) = exchange.there([(dy @ self._columns(stage)).unflatten(-1, (-1, D)).transpose(1, 2)])
                 dq, dk, dv, _ = differentiate_rows(
@@ -254,7 +254,7 @@ class _Layer:
         """Some heads, and what goes on from them: `(B, heads, T, D)`."""
         D, bias = self.maps.head_dim, getattr(self.maps, f"{name}_bias")
         rows = self._weight_rows(name, heads)
-        bias = None if bias is None else bias.unflatten(0, (-1, D))[list(heads)].flatten()
+        bias = None if bias is None else _take_heads(bias.unflatten(0, (-1, D)), heads).flatten()
         projected = F.linear(self.x, rows, bias).unflatten(-1, (-1, D)).transpose(1, 2)
         transform = {"q": self.maps.on_q, "k": self.maps.on_k}.get(name)
         if transform is None:
@@ -271,7 +271,7 @@ class _Layer:
 
     def _project_back(self, local: _Heads, gradient: Tensor) -> None:
         """From the gradient of some heads to those of x, of their rows of the weight, and of what the transform uses."""
-        D, name, heads = self.maps.head_dim, local.name, list(local.heads)
+        D, name = self.maps.head_dim, local.name
         if local.made is not None and local.projected is not None:
             wanted = [local.projected, *self.maps.used]
             gradient, *others = torch.autograd.grad(local.made, wanted, gradient, allow_unused=True)
@@ -280,9 +280,11 @@ class _Layer:
                     total += part
         flat = _side_by_side(gradient)
         _add_product(self.dx, flat, self._weight_rows(name, local.heads))
-        self.sums[name].unflatten(0, (-1, D))[heads] += (_rows(flat).mT @ _rows(self.x)).unflatten(0, (-1, D))
+        found = {name: _rows(flat).mT @ _rows(self.x)}
         if f"{name}_bias" in self.sums:
-            self.sums[f"{name}_bias"].unflatten(0, (-1, D))[heads] += _rows(flat).sum(0).unflatten(0, (-1, D))
+            found[f"{name}_bias"] = _rows(flat).sum(0)
+        for key, part in found.items():
+            _add_heads(self.sums[key].unflatten(0, (-1, D)), part.unflatten(0, (-1, D)), local.heads)
 
     def _finish(self, kv: _KV | None) -> None:
         """Bring the gradients of KV heads home, when no further stage uses them."""
@@ -301,11 +303,11 @@ class _Layer:
 
     def _weight_rows(self, name: str, heads: tuple[int, ...]) -> Tensor:
         weight: Tensor = getattr(self.maps, name)
-        return weight.unflatten(0, (-1, self.maps.head_dim))[list(heads)].flatten(0, 1)
+        return _take_heads(weight.unflatten(0, (-1, self.maps.head_dim)), heads).flatten(0, 1)
 
     def _columns(self, stage: HeadStage) -> Tensor:
         """The columns of the output projection that belong to a stage: `(E, heads D)`."""
-        return self.maps.o.unflatten(1, (-1, self.maps.head_dim))[:, list(stage.query)].flatten(1, 2)
+        return _take_heads(self.maps.o.unflatten(1, (-1, self.maps.head_dim)), stage.query, dim=1).flatten(1, 2)
 
     @contextmanager
     def _call(self, phase: Phase) -> Iterator[Call]:
@@ -322,6 +324,29 @@ def _side_by_side(x: Tensor) -> Tensor:
 def _rows(x: Tensor) -> Tensor:
     """`(B, T, E)` -> `(B T, E)`."""
     return x.flatten(0, 1)
+
+
+def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Heads that follow each other, as first head and number: to index by a list would wait for the device."""
+    start = 0
+    for place in range(1, len(heads) + 1):
+        if place == len(heads) or heads[place] != heads[place - 1] + 1:
+            yield heads[start], place - start
+            start = place
+
+
+def _take_heads(x: Tensor, heads: Sequence[int], dim: int = 0) -> Tensor:
+    """These heads of `x`, one after the other in `dim`; a view where they follow each other."""
+    parts = [x.narrow(dim, first, number) for first, number in _runs(heads)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _add_heads(total: Tensor, x: Tensor, heads: Sequence[int], dim: int = 0) -> None:
+    """Add `x`, these heads one after the other in `dim`, to theirs in `total`."""
+    place = 0
+    for first, number in _runs(heads):
+        total.narrow(dim, first, number).add_(x.narrow(dim, place, number))
+        place += number
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from longspan.comm.matching import Batch, Communicator, Part
 from longspan.comm.transport import Message, Transport
-from longspan.spec import CommError
+from longspan.spec import CommError, SpecError
 
 
 class MemoryWorld:
@@ -195,6 +195,8 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any, world: Memory
 
     The first error of a rank is raised, with that rank as its note; the other ranks get a `CommError`.
     """
+    if ranks < 1:
+        raise SpecError(f"{ranks} ranks cannot run anything", hint="give at least one rank")
     world = world or MemoryWorld(ranks)
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []

@@ -43,6 +43,10 @@ class Transport(ABC):
     def carries(self, device: torch.device) -> torch.device:
         """The device on which a tensor travels that lives on `device`: the same one wherever the backend allows."""
 
+    def connect(self, device: torch.device) -> None:
+        """Make sure that messages on `device` need no rank but their ends. Collective."""
+        return
+
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Work]:
         """Start a batch of messages. Batches of a group finish in the order in which a rank posts them."""
@@ -82,6 +86,11 @@ class TorchTransport(Transport):
         if backends.get("cuda", "gloo") == "gloo":  # gloo has collectives of CUDA tensors, but no messages
             return torch.device("cpu")
         return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
+
+    def connect(self, device: torch.device) -> None:
+        # NCCL connects a group in its first operation, for which all ranks must be there, if none bound it to a device before.
+        mine = torch.zeros(1, device=self.carries(device))
+        self.all_gather(mine.new_empty(self.size), mine)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Work]:
         # gloo tells a peer that it may send behind whatever it has begun to send itself: receive first.

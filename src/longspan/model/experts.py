@@ -198,6 +198,7 @@ def one_kernel(rows: Tensor, ffn_width: int) -> bool:
     return (
         rows.dtype == torch.bfloat16
         and rows.device.type == "cuda"
+        and torch.version.hip is None
         and torch.cuda.get_device_capability(rows.device) >= (8, 0)
         and rows.shape[1] % 8 == ffn_width % 8 == 0
     )
