@@ -139,7 +139,7 @@ def test_tensorboard_has_as_many_scalars_a_step_for_any_number_of_ranks(tmp_path
 def test_mfu_is_shown_where_it_is_known(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     ranks, known = [used(0), used(1)], replace(SPEED, tokens_per_second_per_device=8.0, mfu=0.412)
-    for speed, words in ((known, "16 tokens/s (8 a device)  MFU 41.2%  slowest"), (SPEED, "16 tokens/s  slowest")):
+    for speed, words in ((known, "16 tokens/s  MFU 41.2%  slowest"), (SPEED, "16 tokens/s  slowest")):
         with Monitor(tmp_path, 1, 0, writes=True, quiet=False) as monitor:
             monitor.step(1, result(1.25), speed, 8, ranks)
         assert f"loss 1.2500  {words}" in capsys.readouterr().err

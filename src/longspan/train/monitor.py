@@ -89,7 +89,7 @@ class Monitor:
             for kind, value in (("min", min(values)), ("mean", sum(values) / len(values)), ("max", max(values))):
                 self._board.add_scalar(f"ranks/{name}_{kind}", value, step)
         note = "  step skipped: gradients overflowed" if result.skipped else ""
-        told = f"loss {result.loss:.4f}  {speed_words(speed)}{note}{_evenness(balance) if len(ranks) > 1 else ''}"
+        told = f"loss {result.loss:.4f}  {speed_words(speed, brief=True)}{note}{_evenness(balance) if len(ranks) > 1 else ''}"
         self._bar.update(self._task, completed=step, told=told)
         if (warning := self._watch.step(ranks)) is not None:
             self._bar.console.print(f"warning: step {step}: {warning}", highlight=False, markup=False, soft_wrap=True)
@@ -103,10 +103,10 @@ class Monitor:
         self._bar.console.print(f"step {step}: held-out loss {loss:.4f} nats per token")
 
 
-def speed_words(speed: Speed) -> str:
-    """Tokens a second, of all devices and of one, and MFU where the device's peak is known."""
+def speed_words(speed: Speed, brief: bool = False) -> str:
+    """Tokens a second, of all devices and, unless `brief` (a bar has 80 columns), of one; and MFU where the peak is known."""
     one, together = speed.tokens_per_second_per_device, speed.tokens_per_second
-    each = "" if one == together or math.isnan(one) else f" ({one:,.0f} a device)"
+    each = "" if brief or one == together or math.isnan(one) else f" ({one:,.0f} a device)"
     return f"{together:,.0f} tokens/s{each}{'' if speed.mfu is None else f'  MFU {speed.mfu:.1%}'}"
 
 
