@@ -142,18 +142,18 @@ def choose_kernel(
         changes = None if change is None else (change.softcap is None, change.slopes is None)
         deterministic = torch.are_deterministic_algorithms_enabled()
         call = (q.device, q.dtype, k.shape[3], v.shape[3], changes, regular, deterministic)
-        if (found := _chosen.get(call)) is not None:
-            return KERNELS[found]
+        if (found := _chosen.get(call)) is not None and KERNELS[found.name] is found:
+            return found
         name, _ = choose_auto(q, k, v, change, regular)
         if KERNELS[name].refusal(q, k, v, change) is None:
-            _chosen[call] = name
+            _chosen[call] = KERNELS[name]
     kernel = KERNELS[check_kernel_name(name)]
     if (reason := kernel.refusal(q, k, v, change)) is not None:
         raise SpecError(f"kernel {kernel.name!r} cannot compute this: {reason}", hint='use kernel="auto"')
     return kernel
 
 
-_chosen: dict[tuple[object, ...], str] = {}
+_chosen: dict[tuple[object, ...], Kernel] = {}
 """What "auto" found for each kind of call: what a device is, and which packages there are, stays so while a process lives."""
 
 
