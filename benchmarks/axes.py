@@ -23,20 +23,20 @@ from rich.table import Table
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from benchmarks.census import Counts, census
 from benchmarks.harness import freed_here, peak_bytes, save
-from longspan.comm.census import Counts, census
+from longspan.advise.volumes import Shape, StepShape, shard_elements, step_volumes
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.meshes import Meshes
-from longspan.comm.volumes import Shape, StepShape, shard_elements, step_volumes
 from longspan.data import Batch
 from longspan.model import Decoder, ModelConfig, apply_tensor_parallel
 from longspan.model.rope import rotary_tables
 from longspan.train.axes import stage_layers, topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.micro import make_micro, masks_of
 from longspan.train.model import DTYPES, meta_model, model_config
 from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep, make_context
+from longspan.train.train_config import TrainConfig
 
 PROPORTIONS = {"vocab_size": 512, "width": 128, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "ffn_width": 448}
 """Those of Llama 3 8B between width, heads and MLP."""

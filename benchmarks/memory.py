@@ -15,10 +15,10 @@ import torch
 from benchmarks.harness import freed_here, peak_bytes, save
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.data import Batch
-from longspan.plan import Topology
-from longspan.train.config import TrainConfig, load_config
+from longspan.topology import Topology
 from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig, load_config
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"
 

@@ -20,10 +20,10 @@ from benchmarks.harness import Spread, freed_here, peak_bytes, save
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.traffic import record
 from longspan.data import Batch
-from longspan.plan import Topology
-from longspan.train.config import TrainConfig, load_config
+from longspan.topology import Topology
 from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig, load_config
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"
 KINDS = ("none", "block", "full")

@@ -11,8 +11,8 @@ from pathlib import Path
 import click
 
 from benchmarks.harness import Spread, save
-from longspan.train.config import load_config
 from longspan.train.run import train
+from longspan.train.train_config import load_config
 
 DEMO = Path(__file__).parent.parent / "examples" / "demo.toml"
 

@@ -21,8 +21,8 @@ from benchmarks.answers import HEAD_DIM, check, inputs, right
 from benchmarks.harness import save
 from benchmarks.nodes import HEADER_BYTES, Link, Nodes, two_nodes
 from longspan import Layout, Mask, attention, plan_attention, shard
+from longspan.errors import SpecError
 from longspan.plan import ROUTES, Phase, Plan
-from longspan.spec import SpecError
 
 HEADS = (4, 2)
 EXCESS = 1.03

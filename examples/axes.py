@@ -13,7 +13,7 @@ from longspan import ContextParallel, Mask, Topology
 from longspan.comm.launch import join_world, leave_world
 from longspan.data import Batch
 from longspan.model import Decoder, ModelConfig, apply_tensor_parallel, mean_loss_scale
-from longspan.plan import ModelShape, check_model
+from longspan.topology import ModelShape, check_model
 
 config = ModelConfig(vocab_size=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=176, init_std=0.1)
 topology = Topology(dp=1, tp=2, cp=2)

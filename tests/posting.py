@@ -6,11 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from longspan.attention.executor import Share, run_backward, run_forward
 from longspan.comm.matching import Batch, Communicator, Part
 from longspan.comm.transport import Transport
+from longspan.cp.engine.executor import Share, run_backward, run_forward
+from longspan.errors import CommError
 from longspan.plan import Plan
-from longspan.spec import CommError
 
 
 class Entry(NamedTuple):

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 # The profiler of torch announces itself on stderr at every start and stop; it reads this when it is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "longspan.attention.attention"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "longspan.cp.attention"])
 _pool: list[tuple[Any, Connection]] = []
 _TIMEOUT = 120.0
 _CORES = min(os.cpu_count() or 1, 4)
@@ -46,7 +46,7 @@ def run_threads(ranks: int, function: Callable[..., Any], *arguments: Any, **opt
     """Run `function` on `ranks` threads over the in-memory transport, as the pool's processes run it."""
     import torch
 
-    from longspan.comm.memory import MemoryWorld, run
+    from longspan.comm.in_memory import MemoryWorld, run
 
     threads, deterministic = torch.get_num_threads(), torch.get_deterministic_debug_mode()
     _like_a_worker()

@@ -16,10 +16,10 @@ from longspan.comm.meshes import Meshes
 from longspan.data import Batch, Loader, open_store
 from longspan.model import ModelConfig
 from longspan.train.axes import topology_of
-from longspan.train.config import TrainConfig
-from longspan.train.loader import make_loader
 from longspan.train.parallel import shard_weights
+from longspan.train.run_loader import make_loader
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig
 from tests.oracle import raised
 from tests.ranks import run_ranks
 from tests.train import reference

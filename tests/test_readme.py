@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from longspan.cli.main import main
 from longspan.data import Batch
 from longspan.model import Decoder, ModelConfig
-from longspan.train.config import TrainConfig
+from longspan.train.train_config import TrainConfig
 from longspan.verify.baseline import loss_sum
 from tests.train.tiny import make_config, to_toml, write_corpus
 

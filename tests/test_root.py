@@ -32,7 +32,7 @@ def test_each_name_is_a_class_or_a_function_of_ours(name):
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="module 'longspan' has no attribute 'attend'"):
+    with pytest.raises(AttributeError, match="No longspan attribute attend"):
         _ = longspan.attend
     with pytest.raises(ImportError, match="cannot import name 'attend' from 'longspan'"):
         exec("from longspan import attend")
@@ -44,13 +44,17 @@ def test_names_without_tensors_import_no_torch(name):
     assert fresh(code) == (0, "")
 
 
+def test_modules_import_as_any_do():
+    code = "import longspan.cp.context as context, longspan.cp.attention; assert context.ContextParallel"
+    assert fresh(code) == (0, "")
+
+
 @pytest.mark.parametrize(
     "before",
     [
         "",
-        "import longspan.attention",
-        "import longspan.attention.attention",
-        "import longspan.attention.executor, longspan.attention.context",
+        "import longspan.cp.attention",
+        "import longspan.cp.engine.executor, longspan.cp.context",
         "from longspan import ContextParallel",
         "import longspan; longspan.attention",
     ],
@@ -62,8 +66,8 @@ from longspan import attention
 import longspan, inspect
 assert inspect.isfunction(attention) and attention.__name__ == "attention", attention
 assert longspan.attention is attention
-import longspan.attention.sdpa
-from longspan.attention.sdpa import SdpaKernel
+import longspan.kernels.sdpa
+from longspan.kernels.sdpa import SdpaKernel
 assert longspan.attention is attention
 """
     assert fresh(code) == (0, "")

@@ -24,7 +24,7 @@ from benchmarks.device.page import write_page
 from benchmarks.device.record import Record, environment
 from benchmarks.device.rows import Options
 from benchmarks.device.stage import STAGES, rows_of
-from longspan.attention.kernel import KERNELS
+from longspan.kernels.choice import KERNELS
 
 
 @click.command(help=__doc__)

@@ -10,7 +10,7 @@ from benchmarks.device.clock import peak_mib, times
 from benchmarks.device.flops import attention_flops, speed
 from benchmarks.device.rows import Check, Figures, Options
 from longspan import Layout, attention, plan_attention
-from longspan.attention.kernel import KERNELS, choose_kernel
+from longspan.kernels.choice import KERNELS, choose_kernel
 
 SLOW = ("flex", "reference")
 """Timed only where asked for by name: dozens of graphs to compile, and plain math."""

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from benchmarks.device.errors import of_limit
 from benchmarks.device.rows import Check, Options
 from longspan import Mask
-from longspan.attention.kernel import KERNELS, Launch, launches
-from longspan.attention.merge import merge_
-from longspan.attention.scores import ScoreChange
+from longspan.cp.engine.merge import merge_
+from longspan.kernels.choice import KERNELS, Launch, launches
+from longspan.kernels.scores import ScoreChange
 from longspan.plan import Tile
 from longspan.plan.mask import Band
 

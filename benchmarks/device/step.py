@@ -24,13 +24,13 @@ from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.meshes import Meshes
 from longspan.data import Batch
 from longspan.model import Decoder
-from longspan.plan import Topology
-from longspan.train.config import TrainConfig, load_config
+from longspan.topology import Topology
 from longspan.train.flops import step_flops
 from longspan.train.model import DTYPES, make_model
 from longspan.train.optim import LossScale, make_optimizer, update
 from longspan.train.parallel import decoder_of, make_stages
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig, load_config
 from longspan.verify.baseline import attend_documents
 
 Tensor = torch.Tensor

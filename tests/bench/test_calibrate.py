@@ -6,10 +6,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from longspan.advise import Costs
 from longspan.bench.calibrate import measure
 from longspan.cli.main import main
-from longspan.plan import Costs, Layout, Mask, plan_attention
-from longspan.spec import SpecError
+from longspan.errors import SpecError
+from longspan.plan import Layout, Mask, plan_attention
 from tests.ranks import run_ranks
 
 

@@ -19,11 +19,11 @@ from benchmarks.device.record import Record
 from benchmarks.device.rows import Check, NotHereError, Options, Row, run_check, run_stage
 from click.testing import CliRunner
 
-from longspan.attention import flex
-from longspan.attention.sdpa import SdpaKernel
 from longspan.comm.meshes import Meshes
-from longspan.plan import Topology
-from tests.attention.test_flex import Anywhere, StandIn
+from longspan.kernels import flex
+from longspan.kernels.sdpa import SdpaKernel
+from longspan.topology import Topology
+from tests.kernels.test_flex import Anywhere, StandIn
 from tests.oracle import Inputs, dense_attention
 from tests.ranks import run_ranks
 

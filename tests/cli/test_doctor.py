@@ -7,9 +7,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from longspan.attention.kernel import KERNELS
 from longspan.cli.doctor import attention, doctor, kernels
-from tests.attention.test_kernel import device
+from longspan.kernels.choice import KERNELS
+from tests.kernels.test_choice import device
 
 
 def test_json() -> None:

@@ -120,7 +120,7 @@ def test_a_file_that_is_there_stays(folder: Path) -> None:
 def test_what_cannot_be_packed_is_refused_before_the_corpus_is_read(
     folder: Path, words: tuple[str, ...], error: str
 ) -> None:
-    with patch("longspan.train.pack.open_store") as opened:
+    with patch("longspan.data.pack.open_store") as opened:
         result = run(folder, *(word.replace("{folder}", str(folder)) for word in words))
     opened.assert_not_called()
     assert (result.exit_code, result.stdout) == (2, "")

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from longspan.advise import Costs
 from longspan.cli.plan import parse_tokens, plan
-from longspan.plan import ROUTES, Costs, Layout, Mask, Topology, plan_attention
+from longspan.errors import SpecError
+from longspan.plan import ROUTES, Layout, Mask, plan_attention
 from longspan.report import describe, describe_topology
-from longspan.spec import SpecError
+from longspan.topology import Topology
 
 
 def run(*words: str) -> Result:

@@ -9,13 +9,13 @@ import pytest
 from click.testing import CliRunner
 from pydantic import BaseModel, Field
 
-from longspan.cli.errors import friendly
+from longspan.cli.exits import friendly
 from longspan.cli.show import show
+from longspan.data.pack import pack as write_packs
+from longspan.data.pack import report_of
+from longspan.errors import CommError
 from longspan.report.words import short_count
-from longspan.spec import CommError
-from longspan.train.config import PackConfig
-from longspan.train.pack import pack as write_packs
-from longspan.train.pack import report_of
+from longspan.train.train_config import PackConfig
 from tests.train.tiny import make_config, write_corpus
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from longspan.comm.agree import check_agreement
-from longspan.spec import DisagreementError, SpecError
+from longspan.errors import DisagreementError, SpecError
 from tests.oracle import raised
 from tests.ranks import run_ranks
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from longspan.attention.attention import attention
-from longspan.attention.kernel import KERNELS
 from longspan.comm.hops import Hop, joined
 from longspan.comm.traffic import Call
 from longspan.comm.transport import Transport
+from longspan.cp.attention import attention
+from longspan.errors import CommError
+from longspan.kernels.choice import KERNELS
 from longspan.plan import Layout, Mask, plan_attention
-from longspan.spec import CommError
 from tests.oracle import raised
 from tests.ranks import own_ranks, run_ranks
 

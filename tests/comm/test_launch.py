@@ -19,8 +19,8 @@ from longspan.comm.groups import timeout_of
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.meshes import Meshes
 from longspan.comm.torchrun import local_ranks, under_torchrun, world_size
-from longspan.plan import Topology
-from longspan.spec import CommError, SpecError
+from longspan.errors import CommError, SpecError
+from longspan.topology import Topology
 
 
 def test_whether_a_launcher_made_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from longspan.comm.groups import as_group
 from longspan.comm.meshes import Meshes
-from longspan.plan import Topology
+from longspan.topology import Topology
 from tests.ranks import run_ranks
 
 AXES = {

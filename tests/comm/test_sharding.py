@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.comm.sharding import gather, shard, unshard
+from longspan.errors import SpecError
 from longspan.plan import Layout
-from longspan.spec import SpecError
 from tests.oracle import raised
 from tests.plan.strategies import layouts
 from tests.ranks import run_ranks

@@ -10,10 +10,10 @@ from typing import ClassVar
 import pytest
 import torch
 
-from longspan.attention.attention import attention
 from longspan.comm import traffic
 from longspan.comm.sharding import shard
 from longspan.comm.traffic import Call, Calls, Interval, StreamClock, WallClock, call, record
+from longspan.cp.attention import attention
 from longspan.plan import Layout, Mask, plan_attention
 from tests.oracle import make_inputs
 from tests.ranks import run_ranks

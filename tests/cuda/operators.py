@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.attention.test_efficient import EfficientOnCuda
-from tests.attention.test_sdpa import FlashOnCuda
+from tests.kernels.test_efficient import EfficientOnCuda
+from tests.kernels.test_sdpa import FlashOnCuda
 
 aten = torch.ops.aten
 _flash, _efficient = FlashOnCuda(), EfficientOnCuda()

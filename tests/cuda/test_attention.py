@@ -9,11 +9,11 @@ import torch.distributed as dist
 from longspan import Layout, Mask, UpipeAttention, attention, plan_attention, record, shard
 from longspan.comm.gather import stack
 from longspan.plan.bands import UNBOUNDED
-from tests.attention.cases import masks_of
-from tests.attention.tiles import PRECISION, TILES
+from tests.cp.cases import masks_of
 from tests.cuda import CudaTensor, Ledger, RaceError, stand_in
 from tests.cuda.memory import memory_of
 from tests.cuda.streams import Device, Event, here, share
+from tests.kernels.tiles import PRECISION, TILES
 from tests.oracle import Inputs, dense_attention, make_inputs, raised, relative_error
 from tests.ranks import run_ranks, run_threads
 

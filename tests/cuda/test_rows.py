@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from longspan import Layout
 from longspan.comm.gather import stack
-from longspan.comm.rows import exchange_counts, exchange_rows
+from longspan.comm.row_exchange import exchange_counts, exchange_rows
 from longspan.comm.sharding import gather
 from longspan.comm.upload import upload
 from longspan.model.loss import VocabShard, token_loss_sum

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from longspan.comm.meshes import Meshes
 from longspan.train.axes import topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.parallel import decoder_of, make_stages
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig
 from tests.cuda import Ledger, stand_in
 from tests.ranks import run_ranks
 from tests.train.test_step import error, own_batches, right, rows_of

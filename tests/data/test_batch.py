@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.data import Batch, lengths_from_positions, positions, shift_labels, to_padded
+from longspan.errors import DataError
 from longspan.plan import Mask
-from longspan.spec import DataError
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "batches.md"
 IDS8 = np.arange(8)

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from longspan.data import Document, read_documents
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 
 def lines(path, *records):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from longspan.data import FitConfig, FittedRows, Piece, fit_rows, read_documents
-from longspan.spec import DataError, SpecError
+from longspan.errors import DataError, SpecError
 
 ROW = 65536
 lengths_strategy = st.lists(st.integers(0, 30), max_size=60).map(lambda lengths: np.array(lengths, np.int64))

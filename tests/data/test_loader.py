@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.data import Batch, FitConfig, Loader, TokenStore, eval_batches
-from longspan.spec import DataError, SpecError
+from longspan.errors import DataError, SpecError
 
 lengths_strategy = st.lists(st.integers(1, 9), min_size=1, max_size=10)
 degrees = st.integers(1, 4)

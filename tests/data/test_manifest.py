@@ -12,7 +12,7 @@ import pytest
 from longspan.data import DataConfig, FitConfig, Loader, TokenStore, open_store, read_manifest, write_manifest
 from longspan.data.manifest import Counted, Counts, Pack, flat, read_table
 from longspan.data.packing import Piece
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 COUNTED = Counted(
     cp=2, layout="zigzag", route="ring", inner=None, wire_dtype=None, slots_multiple_of=None,

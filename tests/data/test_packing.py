@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.data import ByteTokenizer, Document, Piece, Rows, pack, tokenize
-from longspan.spec import SpecError
+from longspan.errors import SpecError
 
 lengths_strategy = st.lists(st.integers(0, 12), max_size=12)
 

@@ -17,7 +17,7 @@ import pytest
 from longspan.data import DataConfig, open_store, unigram_entropy
 from longspan.data import store as store_module
 from longspan.data.store import source_key, split_documents
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.data import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 
 @pytest.fixture

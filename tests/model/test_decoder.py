@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from longspan.errors import SpecError
 from longspan.model import Decoder
-from longspan.spec import SpecError
 
 from .reference import dense_attend, make_config, relative_error
 

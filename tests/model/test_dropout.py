@@ -7,11 +7,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+from longspan.errors import SpecError
 from longspan.model import TokenDropout
 from longspan.model.chunks import chunk_elements
 from longspan.model.philox import keep
 from longspan.plan import Layout
-from longspan.spec import SpecError
 from tests.launches import Launches, on_meta
 
 TOKENS = torch.arange(24).view(2, 12) + 1000

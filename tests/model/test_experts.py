@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from longspan.errors import SpecError
 from longspan.model import MixtureOfExperts, Routing
-from longspan.spec import SpecError
 from tests.launches import Launches, on_meta
 from tests.ranks import run_ranks
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from longspan.errors import SpecError
 from longspan.model import Decoder, Llama3RopeScaling, load_pretrained, read_config, save_pretrained
-from longspan.spec import SpecError
 
 from .reference import dense_attend, make_config, relative_error
 

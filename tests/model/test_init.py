@@ -3,8 +3,7 @@
 import longspan.model
 
 
-def test_all_is_sorted_complete_and_importable():
-    names = longspan.model.__all__
-    assert set(names) == set(longspan.model._HOME) == set(dir(longspan.model))
-    assert all(getattr(longspan.model, name) is not None for name in names)
-    assert names == sorted(names, key=lambda name: (not name.isupper(), name[0].islower(), name))
+def test_every_name_of_the_stub_is_importable():
+    assert longspan.model.__all__ == dir(longspan.model)
+    assert "Decoder" in longspan.model.__all__
+    assert all(getattr(longspan.model, name) is not None for name in longspan.model.__all__)

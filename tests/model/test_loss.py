@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from longspan.errors import SpecError
 from longspan.model import VocabShard, count_targets, mean_loss_scale, token_loss_sum
-from longspan.spec import SpecError
 from tests.launches import Launches, on_meta
 from tests.oracle import raised
 from tests.ranks import run_ranks

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
+from longspan.errors import SpecError
 from longspan.model import philox
 from longspan.model.philox import keep, normal
-from longspan.spec import SpecError
 from tests.launches import Launches
 
 WORD = st.integers(0, 2**32 - 1)

@@ -13,7 +13,7 @@ assert plan.rank_plan(3).stages and plan.imbalance >= 1 and plan.digest and plan
 usp = plan_attention(plan.layout, plan.mask, "usp", (8, 2), 4, wire_dtype="fp8")
 assert usp.rank_plan(3).heads.num_query == 2 and usp.bytes(3, "forward", 64, 2) > 0
 assert plan_attention(plan.layout, plan.mask, "auto", (8, 2)).reason
-from longspan.plan import ModelShape, Nodes, Topology, check_model
+from longspan.topology import ModelShape, Nodes, Topology, check_model
 topology = Topology.of(1024, tp=8, cp=4, pp=2)
 check_model(topology, ModelShape(32, 32, 8, 14336, 128256), accumulation=2, ranks_per_node=8)
 assert len(topology.groups("tp-dp-cp")) == 2 and not Nodes(topology, 8).warnings()

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspan.errors import SpecError
 from longspan.plan import Layout, spans_of
-from longspan.plan.checks import check_rank
-from longspan.spec import SpecError
+from longspan.plan.arguments import check_rank
 
 from .strategies import NAMES, layouts
 

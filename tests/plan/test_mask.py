@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from longspan.errors import SpecError
 from longspan.plan import Layout, Mask
-from longspan.spec import SpecError
 
 from .strategies import defined_masks
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from longspan.errors import SpecError
 from longspan.plan import Layout, Mask, check_heads, plan_attention
-from longspan.spec import SpecError
 
 from .brute import visible
 from .strategies import NAMES, layout_and_mask, plans

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from longspan.errors import SpecError
 from longspan.plan import ROUTES, Layout, Mask, check_route, plan_attention
 from longspan.plan.routes import Degrees, degrees_of
-from longspan.spec import SpecError
 
 from .brute import carry_out, check_transfers, owners
 from .strategies import HEADS_MOVE, INNER_HEADS, OUTER_HEADS, ROWS_MOVE, head_degree, inners_of, plans

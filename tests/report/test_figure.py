@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from longspan.errors import SpecError
 from longspan.plan import ROUTES, Layout, Mask, plan_attention
 from longspan.report import describe, draw_figure, save_figure
 from longspan.report.figure import _corner_bands
-from longspan.spec import SpecError
 from tests.report.plans import LAYOUTS, LEVELS, make
 
 

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from longspan.model.config import ExpertsConfig, ModelConfig
+from longspan.model.model_config import ExpertsConfig, ModelConfig
 from longspan.model.philox import keep
-from longspan.train.config import TrainConfig
 from longspan.train.model import make_model
+from longspan.train.train_config import TrainConfig
 from tests.train.tiny import Document
 
 Tensor = torch.Tensor

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.census import census
 from torch.distributed.distributed_c10d import _world
 
-from longspan.comm.census import census
 from longspan.data import Batch
-from longspan.spec import SpecError
+from longspan.errors import SpecError
 from longspan.train.axes import topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.model import model_config
 from longspan.train.parallel import gather_whole
 from longspan.train.step import check_plan
+from longspan.train.train_config import TrainConfig
 from tests.oracle import raised
 from tests.ranks import run_ranks
 from tests.train import reference

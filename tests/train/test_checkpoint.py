@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from longspan.errors import CheckpointError, DataError, SpecError
 from longspan.model import Decoder, load_pretrained
-from longspan.spec import CheckpointError, DataError, SpecError
 from longspan.train import checkpoint
 from longspan.train.axes import topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.model import make_model
 from longspan.train.run import prepare, run
+from longspan.train.train_config import TrainConfig
 from longspan.verify.baseline import attend_documents
 from tests.oracle import raised
 from tests.ranks import run_ranks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from longspan.data import Batch
-from longspan.model.config import ModelConfig
+from longspan.model.model_config import ModelConfig
 from longspan.train.flops import PEAKS, Meter, multiplying_parameters, peak_flops, step_flops
 from longspan.train.micro import visible_pairs
 from longspan.train.run import meter_of

@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from longspan.data import open_store
+from longspan.data.pack import pack
 from longspan.data.store import TokenStore
-from longspan.spec import DataError
-from longspan.train.config import PackConfig, TrainConfig
-from longspan.train.loader import make_loader
-from longspan.train.pack import pack
+from longspan.errors import DataError
 from longspan.train.run import prepare
+from longspan.train.run_loader import make_loader
+from longspan.train.train_config import PackConfig, TrainConfig
 from tests.ranks import run_ranks
 from tests.train.test_checkpoint import metrics, run_on_ranks
 from tests.train.tiny import make_config, write_corpus

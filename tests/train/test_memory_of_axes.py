@@ -15,13 +15,13 @@ from benchmarks.harness import peak_bytes
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from longspan.comm.volumes import shard_elements
+from longspan.advise.volumes import shard_elements
 from longspan.model import Decoder
 from longspan.train.axes import topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.model import model_config
 from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig
 from tests.ranks import run_ranks
 from tests.train.tiny import make_config, make_meshes
 

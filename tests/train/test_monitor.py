@@ -12,11 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from longspan import Layout, plan_attention
 from longspan.data import Loader, open_store
-from longspan.train.config import TrainConfig
 from longspan.train.flops import Speed
 from longspan.train.micro import masks_of
 from longspan.train.monitor import Monitor, json_line
 from longspan.train.step import StepResult
+from longspan.train.train_config import TrainConfig
 from longspan.train.usage import BalanceWatch
 from tests.train.test_checkpoint import train
 from tests.train.test_usage import used

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from longspan.train.config import OptimConfig
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
+from longspan.train.train_config import OptimConfig
 
 
 @pytest.mark.parametrize(

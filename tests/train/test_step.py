@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from longspan import Mask, record
 from longspan.data import Batch
-from longspan.train.config import TrainConfig
 from longspan.train.micro import mask_of
 from longspan.train.model import make_model
 from longspan.train.parallel import decoder_of
+from longspan.train.train_config import TrainConfig
 from tests.ranks import run_ranks
 from tests.train import reference
 from tests.train.tiny import MODEL, Document, make_batch, make_config, make_step, random_row

@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.axes import step_shape
+from benchmarks.census import census
 
-from longspan.comm.census import census
+from longspan.advise.volumes import expert_rows, hidden_elements, layer_pass, step_volumes, ulysses
 from longspan.comm.traffic import record
-from longspan.comm.volumes import expert_rows, hidden_elements, layer_pass, step_volumes, ulysses
 from longspan.data import Batch
 from longspan.model.experts import Experts
 from longspan.train.axes import topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.micro import masks_of
+from longspan.train.train_config import TrainConfig
 from tests.ranks import run_ranks
 from tests.train.test_axes import EXPERTS, batches_of
 from tests.train.tiny import Document, make_config, make_step, random_row

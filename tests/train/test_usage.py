@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from longspan.attention import kernel as kernels
-from longspan.attention.reference import ReferenceKernel
-from longspan.attention.scores import ScoreChange
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import record
+from longspan.kernels.reference import ReferenceKernel
+from longspan.kernels.scores import ScoreChange
 from longspan.plan import Shape
-from longspan.train.config import TrainConfig
+from longspan.train.train_config import TrainConfig
 from longspan.train.usage import STAY, Balance, BalanceWatch, RankUsage
 from tests.train.test_checkpoint import run_on_ranks, train
 from tests.train.tiny import make_config, write_corpus

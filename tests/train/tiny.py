@@ -10,9 +10,9 @@ import numpy as np
 from longspan.comm.meshes import Meshes
 from longspan.data import Batch
 from longspan.train.axes import topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig
 
 Document = tuple[list[int], list[int]]
 """Token ids, and for each whether it is to be predicted."""

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from longspan import Mask
 from longspan.attention import operators, rows, sums
-from longspan.attention.context import Sequence as Sharded
-from longspan.attention.merge import merge_
+from longspan.cp.context import Sequence as Sharded
+from longspan.cp.engine.merge import merge_
 from longspan.data import Batch
 from longspan.train import step as training
 from longspan.train.step import TrainStep

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from longspan.spec import SpecError
-from longspan.train.config import TrainConfig
-from longspan.verify.config import VerifyConfig
+from longspan.errors import SpecError
+from longspan.train.train_config import TrainConfig
 from longspan.verify.cut import cut, describe_cut
+from longspan.verify.verify_config import VerifyConfig
 from tests.train.tiny import make_config
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.train.config import TrainConfig
+from longspan.train.train_config import TrainConfig
 from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 from longspan.verify.judge import NOISE, Verdict, gradient_errors, judge
 from tests.train.tiny import make_config

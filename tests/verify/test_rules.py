@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from longspan.data import Batch, Loader
-from longspan.train.config import TrainConfig
+from longspan.train.train_config import TrainConfig
 from longspan.verify.baseline import run_baseline
 from longspan.verify.evidence import Evidence
 from longspan.verify.judge import Verdict, judge
@@ -113,7 +113,7 @@ def test_nothing_broken_passes_under_ddp_and_over_dp(folder: Path) -> None:
 
 
 def load_shared_prompts(config: TrainConfig, store: Any, dp_rank: int, dp_size: int) -> Iterator[Batch]:
-    """In the place of `longspan.train.loader.make_loader`: prompts with responses, in other numbers each time."""
+    """In the place of `longspan.train.run_loader.make_loader`: prompts with responses, in other numbers each time."""
     for index in itertools.count():
         responses = [[index % 7, *range(5 + r)] for r in range(1 + index % 3)]
         yield Batch.concat([Batch.from_shared_prompt(range(9, 20), responses), Batch.from_documents([range(6)])])

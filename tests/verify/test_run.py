@@ -8,12 +8,12 @@ from unittest.mock import patch
 import pytest
 from pydantic import ValidationError
 
-from longspan.train.config import TrainConfig
+from longspan.train.train_config import TrainConfig
 from longspan.verify.baseline import run_baseline
-from longspan.verify.config import VerifyConfig
 from longspan.verify.evidence import Evidence
 from longspan.verify.replay import replay_and_leave
 from longspan.verify.run import verify
+from longspan.verify.verify_config import VerifyConfig
 from tests.ranks import run_ranks
 from tests.train.tiny import make_config, write_corpus
 from tests.verify.test_rules import replay_on_ranks

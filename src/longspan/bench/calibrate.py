@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from longspan.attention.kernel import choose_kernel
+from longspan.advise import Costs
 from longspan.comm.devices import check_devices
 from longspan.comm.groups import ranks_per_node
 from longspan.comm.hops import Hop
@@ -21,8 +21,10 @@ from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import call
 from longspan.comm.transport import transport_of
-from longspan.plan import Costs, Shape, Topology
-from longspan.spec import SpecError
+from longspan.errors import SpecError
+from longspan.kernels.choice import choose_kernel
+from longspan.plan import Shape
+from longspan.topology import Topology
 
 Tensor = torch.Tensor
 

@@ -7,10 +7,10 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from longspan.advise import Costs
 from longspan.bench.calibrate import calibrate as run_calibration
-from longspan.cli.errors import friendly
+from longspan.cli.exits import friendly
 from longspan.cli.options import check_folder, spinner
-from longspan.plan import Costs
 from longspan.train.model import DTYPES
 from longspan.train.monitor import json_line
 

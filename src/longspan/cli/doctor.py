@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.nn.attention import current_flash_attention_impl
 
-from longspan.attention.capability import capability
-from longspan.attention.kernel import KERNELS, choose_auto
+from longspan.kernels.capability import capability
+from longspan.kernels.choice import KERNELS, choose_auto
 from longspan.plan import Shape
 
 _PACKAGES = ("longspan", "torch", "numpy", "pyarrow", "tokenizers", "safetensors", "matplotlib", "transformers")

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from longspan.spec import SpecError
+from longspan.errors import SpecError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -9,12 +9,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from longspan.cli.errors import friendly
+from longspan.cli.exits import friendly
 from longspan.cli.options import check_folder, config_options, corpus_progress
+from longspan.data.pack import pack as write_packs
+from longspan.errors import SpecError
 from longspan.report import packs_table
-from longspan.spec import SpecError
-from longspan.train.config import PackConfig, read_values
-from longspan.train.pack import pack as write_packs
+from longspan.train.train_config import PackConfig, read_values
 
 
 @click.command()

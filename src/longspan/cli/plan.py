@@ -12,24 +12,13 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from longspan.cli.errors import friendly
-from longspan.plan import (
-    AUTO,
-    BALANCED,
-    ORDER,
-    ROUTES,
-    WIRE_DTYPES,
-    Layout,
-    Mask,
-    Plan,
-    Topology,
-    check_route,
-    plan_attention,
-)
-from longspan.plan.choose import reckon
-from longspan.plan.wire import ITEMSIZES
+from longspan.advise.choose import reckon
+from longspan.cli.exits import friendly
+from longspan.errors import SpecError
+from longspan.plan import AUTO, BALANCED, ROUTES, WIRE_DTYPES, Layout, Mask, Plan, check_route, plan_attention
+from longspan.plan.comm_dtype import ITEMSIZES
 from longspan.report import PlanReport, TopologyReport, describe, describe_topology, plan_table, topology_table
-from longspan.spec import SpecError
+from longspan.topology import ORDER, Topology
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -10,10 +10,10 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from longspan.cli.errors import friendly
+from longspan.cli.exits import friendly
 from longspan.cli.plan import plan_of, plan_options
+from longspan.errors import SpecError
 from longspan.report import print_packs, print_plan, save_figure, save_packs
-from longspan.spec import SpecError
 
 
 @click.command()
@@ -50,7 +50,7 @@ def _show_manifest(manifest: Path, output: Path | None) -> None:
     if others := [name for name in given if name not in ("manifest", "output")]:
         options = ", ".join(option.opts[0] for option in context.command.params if option.name in others)
         raise SpecError(f"{options} with --manifest, which says what its counts are of", hint="leave one of them out")
-    from longspan.train.pack import report_of  # reads configurations and corpora, which a plan does not need
+    from longspan.data.pack import report_of  # reads configurations and corpora, which a plan does not need
 
     report = report_of(manifest)
     if output is None:

@@ -7,15 +7,15 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from longspan.cli.errors import friendly
+from longspan.cli.exits import friendly
 from longspan.cli.options import config_options, corpus_progress
 from longspan.comm.launch import telling_others
-from longspan.spec import SpecError
-from longspan.train.config import load_config
+from longspan.errors import SpecError
+from longspan.train.memory.start_table import is_first, start_table
 from longspan.train.monitor import json_line, speed_words
 from longspan.train.run import Summary, check_ranks, prepare, reckon
 from longspan.train.run import train as run_training
-from longspan.train.start import is_first, start_table
+from longspan.train.train_config import load_config
 
 
 @click.command()

@@ -8,14 +8,14 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from longspan.cli.errors import friendly
+from longspan.cli.exits import friendly
 from longspan.cli.options import config_options, spinner
-from longspan.train.config import ParallelConfig, load_config
 from longspan.train.monitor import json_line
-from longspan.verify.config import VerifyConfig
+from longspan.train.train_config import ParallelConfig, load_config
 from longspan.verify.cut import describe_cut
 from longspan.verify.judge import EXACT, Verdict
 from longspan.verify.run import verify as run_verification
+from longspan.verify.verify_config import VerifyConfig
 
 
 @click.command()

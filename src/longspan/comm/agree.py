@@ -8,7 +8,7 @@ import torch
 from longspan.comm.gather import stack
 from longspan.comm.groups import RankGroup
 from longspan.comm.transport import transport_of
-from longspan.spec import CommError, DisagreementError
+from longspan.errors import CommError, DisagreementError
 
 _WIDTH = 32
 _TEXT = 480

@@ -2,7 +2,7 @@
 
 import torch
 
-from longspan.spec import SpecError
+from longspan.errors import SpecError
 
 
 def device_type(device: str) -> str:

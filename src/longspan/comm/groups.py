@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from longspan.comm.transport import Transport, transport_of
-from longspan.spec import SpecError
+from longspan.errors import SpecError
 
 RankGroup = dist.ProcessGroup | Transport
 """The ranks that carry out a plan together."""

@@ -12,7 +12,7 @@ import torch
 from longspan.comm.groups import RankGroup
 from longspan.comm.traffic import Call
 from longspan.comm.transport import Message, Transport, Work, transport_of
-from longspan.spec import CommError
+from longspan.errors import CommError
 
 
 @dataclass

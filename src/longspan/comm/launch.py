@@ -19,8 +19,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from longspan.comm.devices import check_devices, device_type
 from longspan.comm.meshes import Meshes
 from longspan.comm.torchrun import local_ranks, under_torchrun
-from longspan.plan import Topology
-from longspan.spec import CommError
+from longspan.errors import CommError
+from longspan.topology import Topology
 
 _LINGER_SECONDS = 2.0
 _LOOK_SECONDS = 0.05

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspan.spec import CommError
+from longspan.errors import CommError
 
 
 @dataclass(eq=False)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.comm.groups import set_timeout, timeout_of
-from longspan.plan import Topology
+from longspan.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ import torch
 from longspan.comm.gather import stack
 from longspan.comm.groups import RankGroup
 from longspan.comm.upload import upload
+from longspan.errors import SpecError
 from longspan.plan import Layout
-from longspan.spec import SpecError
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int, fill: float = 0) -> torch.Tensor:

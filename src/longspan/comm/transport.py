@@ -1,7 +1,7 @@
 """The seam between longspan and a backend: what a group of ranks must be able to do for us.
 
 ProcessGroup    TorchTransport: gloo, NCCL
-MemoryGroup     itself: ranks as threads of one process, under NCCL's rules (`longspan.comm.memory`)
+MemoryGroup     itself: ranks as threads of one process, under NCCL's rules (`longspan.comm.in_memory`)
 """
 
 from abc import ABC, abstractmethod

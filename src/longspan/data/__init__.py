@@ -3,7 +3,7 @@ A corpus is read once (`open_store`), a `Loader` deals its rows to data-parallel
 """
 
 from longspan.data.batch import Batch, lengths_from_positions, positions, shift_labels, to_padded
-from longspan.data.config import DataConfig
+from longspan.data.data_config import DataConfig
 from longspan.data.documents import Document, read_documents
 from longspan.data.fit import FitConfig, FittedRows, fit_rows
 from longspan.data.loader import Loader, eval_batches

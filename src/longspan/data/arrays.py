@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 IGNORE = -100
 IntArray = npt.NDArray[np.int64]

@@ -35,7 +35,7 @@ from longspan.data.arrays import (
     sizes_of,
     targets,
 )
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 STDLIB = "python:stdlib"
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from longspan.data.packing import IntArray, Piece, PieceRows, check_row_tokens
-from longspan.spec import DataError, SpecError
+from longspan.errors import DataError, SpecError
 
 _SLACK = 500  # a row is full if less than 1/500 is left: fuller ones use up the short documents that later rows need
 _WINDOW_STEPS = 8  # rows change places within this many steps, to stand beside rows of like area

@@ -14,7 +14,7 @@ from longspan.data.fit import FitConfig, fit_rows
 from longspan.data.manifest import Manifest
 from longspan.data.packing import IntArray, Piece, Rows
 from longspan.data.store import TokenStore
-from longspan.spec import DataError, SpecError
+from longspan.errors import DataError, SpecError
 
 
 class _Epoch(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 from longspan.data.fit import FittedRows
 from longspan.data.packing import IntArray, Piece
 from longspan.data.store import TokenStore
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from longspan.data.documents import Document
 from longspan.data.tokenizer import Tokenizer
-from longspan.spec import SpecError
+from longspan.errors import SpecError
 
 IntArray = npt.NDArray[np.int64]
 

@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from longspan.data.config import DataConfig
+from longspan.data.data_config import DataConfig
 from longspan.data.documents import Document, corpus_files, read_documents
 from longspan.data.packing import tokenize
 from longspan.data.tokenizer import Tokenizer, load_tokenizer
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 _FORMAT = 2  # of the cache folder; part of its key
 _CHUNK = 1 << 22  # tokens counted at a time

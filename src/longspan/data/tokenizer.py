@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from longspan.spec import DataError
+from longspan.errors import DataError
 
 
 class Tokenizer(Protocol):

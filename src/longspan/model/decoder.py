@@ -21,14 +21,14 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from longspan.model.config import ModelConfig
+from longspan.errors import SpecError
 from longspan.model.dropout import TokenDropout
 from longspan.model.experts import MixtureOfExperts, Routing
 from longspan.model.loss import token_loss_sum
+from longspan.model.model_config import ModelConfig
 from longspan.model.philox import normal
 from longspan.model.regions import local_region
 from longspan.model.rope import apply_rotary, rotary_tables
-from longspan.spec import SpecError
 
 
 @dataclass(frozen=True)

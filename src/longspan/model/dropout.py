@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from longspan.errors import SpecError
 from longspan.model.chunks import chunk_elements
 from longspan.model.philox import check_keep, keep
-from longspan.spec import SpecError
 
 
 class TokenDropout(nn.Module):

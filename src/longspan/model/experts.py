@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.comm.groups import rank_and_size
-from longspan.comm.rows import exchange_counts, exchange_rows
+from longspan.comm.row_exchange import exchange_counts, exchange_rows
 from longspan.comm.transport import transport_of
-from longspan.model.config import ModelConfig
-from longspan.spec import SpecError
+from longspan.errors import SpecError
+from longspan.model.model_config import ModelConfig
 
 
 @dataclass(frozen=True, eq=False)

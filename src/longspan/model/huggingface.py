@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.model.config import ModelConfig
+from longspan.errors import SpecError
 from longspan.model.decoder import Decoder, Recompute
+from longspan.model.model_config import ModelConfig
 from longspan.model.regions import local_region
-from longspan.spec import SpecError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longspan.comm.gather import stack
+from longspan.errors import SpecError
 from longspan.model.chunks import loss_chunk
-from longspan.spec import SpecError
 
 IGNORED = -100
 

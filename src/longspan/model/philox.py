@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from longspan.errors import SpecError
 from longspan.model.chunks import chunk_elements
-from longspan.spec import SpecError
 
 Word = Tensor | int
 ROUNDS = 10

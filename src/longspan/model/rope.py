@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from longspan.model.config import Llama3RopeScaling, ModelConfig
+from longspan.model.model_config import Llama3RopeScaling, ModelConfig
 
 
 def rotary_tables(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from longspan.errors import SpecError
+from longspan.plan.arguments import check_rank, whole
 from longspan.plan.balance import balanced_spans
-from longspan.plan.checks import check_rank, whole
 from longspan.plan.density import Density
 from longspan.plan.mask import Mask
-from longspan.spec import SpecError
 
 Array = np.ndarray
 BALANCED = "balanced"

@@ -15,10 +15,10 @@ from typing import Any, Self
 
 import numpy as np
 
+from longspan.errors import SpecError
 from longspan.plan import bands as algebra
+from longspan.plan.arguments import whole
 from longspan.plan.bands import UNBOUNDED
-from longspan.plan.checks import whole
-from longspan.spec import SpecError
 
 Array = np.ndarray
 Band = tuple[int, int, int, int, int | None, int | None]

@@ -10,15 +10,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from longspan.plan.checks import check_rank, whole
-from longspan.plan.choose import Costs, choose_route
+from longspan.advise.choose import Costs, choose_route
+from longspan.errors import SpecError
+from longspan.plan.arguments import check_rank, whole
+from longspan.plan.comm_dtype import check_wire_dtype, row_bytes
 from longspan.plan.cut import area_by_rank, demand_of
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
 from longspan.plan.routes import AUTO, STAGED, Degrees, Work, comes_down_to, degrees_of
 from longspan.plan.steps import RankPlan
-from longspan.plan.wire import check_wire_dtype, row_bytes
-from longspan.spec import SpecError
 
 Digest = bytes
 Phase = Literal["forward", "backward"]

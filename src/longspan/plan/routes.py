@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar, Literal, Protocol
 
+from longspan.errors import SpecError
 from longspan.plan.direct import AllGather, Exchange
-from longspan.plan.heads import HeadShare, Place, check_head_degree, places_of, share_heads
+from longspan.plan.head_shares import HeadShare, Place, check_head_degree, places_of, share_heads
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
 from longspan.plan.ring import Ring, Rotation
 from longspan.plan.steps import Means, RankPlan, Stage
-from longspan.spec import SpecError
 
 HeadLevel = Literal["none", "all", "inner", "outer"]
 

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from longspan.plan import bands as algebra
-from longspan.plan.heads import HeadShare
+from longspan.plan.head_shares import HeadShare
 
 Means = Literal["messages", "collective"]
 Runs = tuple[tuple[int, int], ...]

@@ -5,10 +5,10 @@ from longspan.report.figure import draw_figure, save_figure
 from longspan.report.packs import PackReport
 from longspan.report.packs_figure import draw_packs, save_packs
 from longspan.report.packs_text import packs_table, print_packs
-from longspan.report.record import PlanReport, RankReport, StepReport, describe
+from longspan.report.plan_report import PlanReport, RankReport, StepReport, describe
 from longspan.report.table import plan_table
 from longspan.report.terminal import print_plan
-from longspan.report.topology import TopologyReport, describe_topology
+from longspan.report.topology_report import TopologyReport, describe_topology
 from longspan.report.topology_text import topology_table
 
 __all__ = [

@@ -6,8 +6,8 @@ Colour stands for the rank and for nothing else; amounts are shades of grey-blue
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from longspan.errors import SpecError
 from longspan.report.palette import rank_colors
-from longspan.spec import SpecError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,7 +29,7 @@ from longspan.report.canvas import (
 )
 from longspan.report.cells import HIDDEN, cell_map, even_cells, first_ranks, owner_map
 from longspan.report.palette import DISTINCT
-from longspan.report.record import PlanReport, Quantity
+from longspan.report.plan_report import PlanReport, Quantity
 from longspan.report.words import (
     byte_unit,
     bytes_note,

@@ -8,7 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from longspan.report.record import PlanReport
+from longspan.report.plan_report import PlanReport
 from longspan.report.words import bytes_note, exchange_note, headline, in_full, short_bytes, short_count, summary
 
 

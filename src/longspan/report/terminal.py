@@ -15,7 +15,7 @@ from rich.text import Text
 from longspan.plan import Plan
 from longspan.report.cells import HIDDEN, cell_edges, cell_map, even_cells, first_ranks, owner_map
 from longspan.report.palette import DISTINCT, muted, rank_colors, rank_symbol
-from longspan.report.record import PlanReport, Quantity
+from longspan.report.plan_report import PlanReport, Quantity
 from longspan.report.words import (
     bytes_note,
     exchange_note,

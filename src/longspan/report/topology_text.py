@@ -13,10 +13,10 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from longspan.plan.nodes import short_ranks
-from longspan.plan.topology import divisors
 from longspan.report.palette import rank_colors
-from longspan.report.topology import Reach, TopologyReport
+from longspan.report.topology_report import Reach, TopologyReport
+from longspan.topology.axes import divisors
+from longspan.topology.nodes import short_ranks
 
 _WIDTH = 80
 _LABEL = 5

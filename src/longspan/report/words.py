@@ -10,7 +10,7 @@ import numpy as np
 from longspan.plan import Mask
 
 if TYPE_CHECKING:
-    from longspan.report.record import PlanReport
+    from longspan.report.plan_report import PlanReport
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 

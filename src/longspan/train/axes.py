@@ -4,10 +4,10 @@ import math
 from itertools import pairwise
 
 from longspan.comm.torchrun import local_world_size, world_size
-from longspan.model.config import ModelConfig
-from longspan.plan import ModelShape, Topology
+from longspan.model.model_config import ModelConfig
 from longspan.plan.layout import slots_of
-from longspan.train.config import TrainConfig
+from longspan.topology import ModelShape, Topology
+from longspan.train.train_config import TrainConfig
 
 _INTERLEAVED = 2
 """Stages of a rank under the schedule of that name, if not told."""

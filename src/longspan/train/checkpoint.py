@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from longspan.errors import CheckpointError, SpecError
 from longspan.model import Decoder, ModelConfig, save_pretrained
-from longspan.spec import CheckpointError, SpecError
 from longspan.train.optim import LossScale
 from longspan.train.parallel import gather_whole
 from longspan.train.step import TrainStep

@@ -11,7 +11,7 @@ import math
 import re
 from dataclasses import dataclass
 
-from longspan.model.config import ModelConfig
+from longspan.model.model_config import ModelConfig
 
 PEAKS: dict[tuple[str, ...], tuple[float, float]] = {
     ("A100",): (312, 19.5),

@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import nn
 
-from longspan.attention.context import Sequence as Sharded
-from longspan.attention.staged import Projections, Transform
 from longspan.comm.meshes import Meshes
 from longspan.comm.upload import upload
+from longspan.cp.context import Sequence as Sharded
+from longspan.cp.upipe import Projections, Transform
 from longspan.data import Batch
 from longspan.model import Attend, Routing, SelfAttention, WholeLayer, count_targets
-from longspan.model.config import ExpertsConfig, ModelConfig, window_of
+from longspan.model.model_config import ExpertsConfig, ModelConfig, window_of
 from longspan.plan import STAGED, Mask
 from longspan.plan.mask import Band
-from longspan.train.config import TrainConfig
+from longspan.train.train_config import TrainConfig
 
 Tensor = torch.Tensor
 

@@ -3,7 +3,7 @@
 import torch
 
 from longspan.model import Decoder, ModelConfig, load_weights, read_config
-from longspan.train.config import TrainConfig
+from longspan.train.train_config import TrainConfig
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from longspan.train.config import OptimConfig
+from longspan.train.train_config import OptimConfig
 
 Tensor = torch.Tensor
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from longspan.comm.meshes import Meshes
 from longspan.model import Decoder, MixtureOfExperts, apply_expert_parallel, apply_tensor_parallel
 from longspan.train.axes import stage_layers
-from longspan.train.config import TrainConfig
 from longspan.train.model import DTYPES, first_weights, meta_model, model_config
+from longspan.train.train_config import TrainConfig
 
 
 def make_stages(config: TrainConfig, meshes: Meshes) -> list[nn.Module]:

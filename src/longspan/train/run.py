@@ -9,26 +9,26 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from longspan.advise.memory import Budget, budget_of
 from longspan.comm.devices import check_devices, device_type
 from longspan.comm.launch import join_world, launch, leave_world
 from longspan.comm.meshes import Meshes
 from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import record
 from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
-from longspan.spec import CheckpointError, DivergedError, SpecError
+from longspan.errors import CheckpointError, DivergedError, SpecError
 from longspan.train import checkpoint
 from longspan.train.axes import topology_of
-from longspan.train.budget import Budget, budget_of
-from longspan.train.config import TrainConfig
 from longspan.train.flops import Meter, Speed, peak_flops
-from longspan.train.loader import make_loader
+from longspan.train.memory.preflight import preflight, tell
+from longspan.train.memory.start_table import Start, degrees, nodes_of
 from longspan.train.micro import visible_pairs
 from longspan.train.model import model_config
 from longspan.train.monitor import Monitor
 from longspan.train.parallel import make_stages
-from longspan.train.preflight import preflight, tell
-from longspan.train.start import Start, degrees, nodes_of
+from longspan.train.run_loader import make_loader
 from longspan.train.step import StepResult, TrainStep, check_plan
+from longspan.train.train_config import TrainConfig
 from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure, pairs_of_step
 
 

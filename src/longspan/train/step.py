@@ -18,22 +18,24 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.attention.context import ContextParallel
+from longspan.advise import Costs
+from longspan.advise.choose import reckon
 from longspan.comm.meshes import Meshes
 from longspan.comm.transport import transport_of
+from longspan.cp.context import ContextParallel
 from longspan.data import Batch
+from longspan.errors import SpecError
 from longspan.model import ModelConfig, mean_loss_scale
-from longspan.plan import BALANCED, STAGED, Costs, Layout, Mask, check_model, head_stages, plan_attention
-from longspan.plan.choose import reckon
-from longspan.plan.wire import ITEMSIZES
-from longspan.spec import SpecError
+from longspan.plan import BALANCED, STAGED, Layout, Mask, head_stages, plan_attention
+from longspan.plan.comm_dtype import ITEMSIZES
+from longspan.topology import check_model
 from longspan.train.axes import heads_of, ranks_per_node, shape_of, slots_multiple_of, stages_per_rank, topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.micro import Micro, make_micro, masks_of
 from longspan.train.model import DTYPES
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
 from longspan.train.parallel import decoder_of, is_owner
 from longspan.train.pipeline import Pipeline
+from longspan.train.train_config import TrainConfig
 
 
 @dataclass(frozen=True)

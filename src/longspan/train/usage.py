@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm.traffic import Call
-from longspan.train.config import LayoutName, TrainConfig
+from longspan.train.train_config import LayoutName, TrainConfig
 
 STAY = 10
 """Steps in a row that have to be uneven before it is told."""

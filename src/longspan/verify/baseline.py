@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from longspan.comm.devices import device_type
 from longspan.data import Batch, open_store
 from longspan.model import Decoder, Routing
-from longspan.model.config import window_of
-from longspan.train.config import TrainConfig
-from longspan.train.loader import make_loader
+from longspan.model.model_config import window_of
 from longspan.train.model import DTYPES, make_model
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
+from longspan.train.run_loader import make_loader
+from longspan.train.train_config import TrainConfig
 from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 
 Tensor = torch.Tensor

@@ -6,10 +6,10 @@ What only repeats goes: layers of a mask that others have, and tokens beyond wha
 
 from typing import Any
 
-from longspan.spec import SpecError
-from longspan.train.config import TrainConfig
+from longspan.errors import SpecError
 from longspan.train.model import model_config
-from longspan.verify.config import VerifyConfig
+from longspan.train.train_config import TrainConfig
+from longspan.verify.verify_config import VerifyConfig
 
 
 def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:

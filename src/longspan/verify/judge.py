@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from longspan.train.config import TrainConfig
+from longspan.train.train_config import TrainConfig
 from longspan.verify.evidence import Evidence
 
 EXACT = {"fp64": 1e-9, "fp32": 1e-4}

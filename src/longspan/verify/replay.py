@@ -11,12 +11,12 @@ import torch.distributed as dist
 from longspan.comm.launch import leave_world
 from longspan.comm.meshes import Meshes
 from longspan.data import open_store
-from longspan.train.config import TrainConfig
-from longspan.train.loader import make_loader
 from longspan.train.optim import learning_rate
 from longspan.train.parallel import gather_whole, make_stages
 from longspan.train.run import join
+from longspan.train.run_loader import make_loader
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig
 from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 
 

@@ -8,16 +8,16 @@ from typing import Any
 from longspan.comm.devices import device_type
 from longspan.comm.launch import launch
 from longspan.train.axes import topology_of
-from longspan.train.config import TrainConfig
 from longspan.train.model import model_config
 from longspan.train.run import check_ranks, prepare_corpus
 from longspan.train.step import check_plan
+from longspan.train.train_config import TrainConfig
 from longspan.verify.baseline import run_baseline
-from longspan.verify.config import VerifyConfig, default_dtypes
 from longspan.verify.cut import cut
 from longspan.verify.evidence import Evidence
 from longspan.verify.judge import EXACT, Verdict, judge
 from longspan.verify.replay import replay_and_leave
+from longspan.verify.verify_config import VerifyConfig, default_dtypes
 
 
 def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None] = lambda text: None) -> list[Verdict]:

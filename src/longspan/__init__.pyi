@@ -1,0 +1,15 @@
+from .comm.sharding import shard as shard
+from .comm.sharding import unshard as unshard
+from .comm.traffic import record as record
+from .cp.attention import attention as attention
+from .cp.context import ContextParallel as ContextParallel
+from .cp.dropin.context_parallel import context_parallel as context_parallel
+from .cp.upipe import Projections as Projections
+from .cp.upipe import UpipeAttention as UpipeAttention
+from .cp.upipe import projected_attention as projected_attention
+from .errors import LongspanError as LongspanError
+from .plan import Layout as Layout
+from .plan import Mask as Mask
+from .plan import Plan as Plan
+from .plan import plan_attention as plan_attention
+from .topology import Topology as Topology

@@ -1,1 +1,0 @@
-"""Attention over a sharded sequence: kernels, merge, one executor as registered operators, and the context of a batch."""

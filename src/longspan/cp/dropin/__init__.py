@@ -1,0 +1,1 @@
+"""`context_parallel`: makes the attention calls of unchanged code attend over all ranks."""

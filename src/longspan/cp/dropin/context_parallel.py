@@ -1,0 +1,275 @@
+"""`context_parallel`: a program of plain `scaled_dot_product_attention`, run on a sharded sequence.
+
+    with context_parallel(mesh, buffers=(ids, freqs), buffer_seq_dims=(1, 0)):
+        enter    buffers            S -> T, in place
+        inside   SDPA               `attention` by the plan of the call's mask, from wherever it is called
+                 other attention    an error: it would see this rank's keys alone
+        exit     buffers            as they were
+
+How calls are found is in `intercept`, how dense masks are read in `recognise`.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from longspan.comm.agree import check_agreement
+from longspan.comm.groups import Group, as_group, rank_and_size
+from longspan.comm.sharding import gather, shard
+from longspan.cp.attention import attention
+from longspan.cp.context import ContextParallel
+from longspan.cp.dropin.intercept import intercepted, is_intercepted, traced
+from longspan.cp.dropin.recognise import mask_of_dense
+from longspan.errors import SpecError
+from longspan.plan import BALANCED, Mask
+
+Tensor = torch.Tensor
+
+
+@contextmanager
+def context_parallel(
+    mesh: Group,
+    *,
+    buffers: Sequence[Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: Iterable[Tensor] | None = None,
+    layout: str = "zigzag",
+    route: str = "ring",
+    inner: int | None = None,
+    kernel: str = "auto",
+    wire_dtype: torch.dtype | str | None = None,
+    mask: Mask | None = None,
+    seq_len: int | None = None,
+) -> Iterator["DropIn"]:
+    """Run plain PyTorch on a sharded sequence: the shape of `torch.distributed.tensor.experimental.context_parallel`.
+
+    Inside, `buffers` hold this rank's slots of dim `buffer_seq_dims` (`S` becomes `T`), and `scaled_dot_product_attention`
+    of local q, k, v `(..., T, D)` is attention over the whole sequence. At the end, or when an error leaves the block,
+    buffers are as they were, but for `no_restore_buffers`; what was written to them inside is gone. Backward may run inside
+    or afterwards. Gives a `DropIn`, whose `unshard` makes local results global.
+
+    `layout`, `route`, `inner`, `kernel` and `wire_dtype` are those of `ContextParallel`. `mask` is what calls without an
+    `attn_mask` see (all keys, or with is_causal those behind); the layout "balanced" needs it. `seq_len` is told where there
+    are no buffers. Collective: the ranks compare all of this. Raises `SpecError` for what cannot be computed, at the call,
+    and `DisagreementError` if ranks differ.
+    """
+    if is_intercepted():
+        raise SpecError("context_parallel within context_parallel", hint="leave the outer block before the inner one")
+    size = mesh.size() if isinstance(mesh, DeviceMesh) else rank_and_size(as_group(mesh))[1]
+    # How many heads there are is seen at the first call; so many suit every route.
+    cp = ContextParallel(mesh, layout, route, (size, size), inner, kernel, wire_dtype)
+    held, dims = [] if isinstance(buffers, Tensor) else list(buffers or ()), list(buffer_seq_dims or ())
+    problem: Exception | None = None
+    what = {"layouts, masks or routes": b"", "buffers": b""}
+    try:
+        if isinstance(buffers, Tensor):
+            raise SpecError("buffers is a tensor", hint="give a tuple of tensors, such as (ids,)")
+        if mask is not None and not isinstance(mask, Mask):
+            raise SpecError(f"mask is a {type(mask).__name__}", hint="give a longspan.Mask, or a dense one to SDPA")
+        staying = _check_buffers(held, dims, no_restore_buffers)
+        dropin = DropIn(cp, _length(held, dims, mask, seq_len), mask)
+        given = repr([(buffer.shape, buffer.dtype, dim) for buffer, dim in zip(held, dims, strict=True)])
+        what = {"layouts, masks or routes": dropin.digest, "buffers": given.encode()}
+        shards = [_local(buffer, dropin, dim) for buffer, dim in zip(held, dims, strict=True)]
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    check_agreement(cp.group, what, problem)
+    with ExitStack() as stack:
+        for buffer, local in zip(held, shards, strict=True):
+            if id(buffer) not in staying:
+                stack.callback(_swap, buffer, buffer.data)
+            if not buffer.is_inference():
+                increment_version(buffer)  # what saved it for backward before has lost it
+            _swap(buffer, local)
+        slots = dropin.layout.num_slots(cp.rank)
+        stack.enter_context(intercepted(dropin.scaled_dot_product_attention, slots))
+        yield dropin
+
+
+class DropIn:
+    """A program on a sharded sequence: its layout, and what its calls of `scaled_dot_product_attention` come to."""
+
+    def __init__(self, cp: ContextParallel, seq_len: int, mask: Mask | None) -> None:
+        if cp.layout == BALANCED and mask is None:
+            raise SpecError(
+                "the layout 'balanced' is chosen for a mask, and buffers are sharded before attention tells it",
+                hint='set mask=, such as Mask.documents(lengths); or layout="zigzag"',
+            )
+        self.mask, self.seq_len = mask, seq_len
+        self.cp, self.layout = cp, cp.layout_for({"full": mask or Mask.causal(seq_len)})
+        self._of_heads: dict[tuple[int, int], ContextParallel] = {}
+        self._recognised: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    @property
+    def digest(self) -> bytes:
+        """What all ranks must agree on."""
+        return (
+            self.layout.fingerprint()
+            + f"{self.cp.route} {self.cp.inner} {self.cp.wire_dtype}".encode()
+            + (b"" if self.mask is None else self.mask.fingerprint())
+        )
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's slots of a global tensor: dim `dim` goes from `S` to `T`. Differentiable."""
+        return shard(x, self.layout, self.cp.rank, dim)
+
+    def unshard(self, x: Tensor, dim: int) -> Tensor:
+        """The global tensor, on every rank, from every rank's slots. Collective, differentiable, as `Sequence.unshard`."""
+        return gather(x, self.layout, self.cp.rank, dim, self.cp.group)
+
+    def scaled_dot_product_attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """`torch.nn.functional.scaled_dot_product_attention` of local q, k, v `(..., T, D)` over the whole sequence."""
+        if dropout_p:
+            raise SpecError(
+                f"dropout_p={dropout_p}: attention over a sharded sequence has no dropout", hint="set dropout_p=0.0"
+            )
+        self._check_lengths(query, key, value)
+        heads = _heads(query, key, value, enable_gqa)
+        q, k, v = traced(_four_dims(query), _four_dims(key), _four_dims(value))
+        mask = self._mask(attn_mask, is_causal)
+        cp = self._of_heads.get(heads)
+        if cp is None:
+            own = self.cp
+            cp = ContextParallel(own.group, own.layout, own.route, heads, own.inner, own.kernel, own.wire_dtype)
+            self._of_heads[heads] = cp
+        plan = cp.plans({"full": mask})[1]["full"]
+        out = attention(q, k, v, plan=plan, group=cp.group, scale=scale, kernel=cp.kernel)
+        return out.reshape(*query.shape[:-1], value.shape[-1])
+
+    def _check_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        if min(q.ndim, k.ndim, v.ndim) < 2:
+            raise SpecError(
+                f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: SDPA takes (..., tokens, head_dim)"
+            )
+        lengths = (q.shape[-2], k.shape[-2], v.shape[-2])
+        slots = self.layout.num_slots(self.cp.rank)
+        if lengths == (slots,) * 3:
+            return
+        held = f"rank {self.cp.rank} holds {slots} of {self.seq_len} tokens"
+        if len(set(lengths)) > 1:
+            rows = "{}, {} and {}".format(*lengths)
+            raise SpecError(
+                f"q, k and v have {rows} rows, and {held}: cross attention is not sharded",
+                hint="call it outside of context_parallel, on global tensors",
+            )
+        raise SpecError(
+            f"q, k and v have {lengths[0]} rows, and {held}",
+            hint="put what they are made of into buffers, with its sequence dim",
+        )
+
+    def _mask(self, attn_mask: Tensor | None, is_causal: bool) -> Mask:
+        """What a call sees: its own mask within that of the context."""
+        if attn_mask is not None and is_causal:
+            raise SpecError("both attn_mask and is_causal are set", hint="leave one of them out")
+        if attn_mask is not None:
+            return self._recognise(attn_mask)
+        if self.mask is None:
+            return self._causal if is_causal else self._full
+        if is_causal and not self._looks_back:
+            raise SpecError(
+                "is_causal=True, and the mask of the context lets queries see later keys",
+                hint="set is_causal=False for the mask of the context; or leave mask out of context_parallel",
+            )
+        return self.mask
+
+    def _recognise(self, attn_mask: Tensor) -> Mask:
+        """Read a dense mask once, as long as it or what it is a view of lives and is not written to."""
+        if attn_mask.is_inference():
+            return mask_of_dense(attn_mask, self.seq_len, self.mask)
+        base = attn_mask if attn_mask._base is None else attn_mask._base
+        state = attn_mask._version, attn_mask.data_ptr(), attn_mask.shape, attn_mask.stride(), attn_mask.requires_grad
+        known, mask = self._recognised.get(base, (None, None))
+        if known != state:
+            mask = mask_of_dense(attn_mask, self.seq_len, self.mask)
+            self._recognised[base] = state, mask
+        return mask
+
+    @cached_property
+    def _causal(self) -> Mask:
+        return Mask.causal(self.seq_len)
+
+    @cached_property
+    def _full(self) -> Mask:
+        return Mask.full(self.seq_len)
+
+    @cached_property
+    def _looks_back(self) -> bool:
+        return self.mask is not None and bool((self.mask.array[:, 4] >= 0).all())
+
+
+def _check_buffers(
+    buffers: Sequence[Tensor], dims: Sequence[int], no_restore_buffers: Iterable[Tensor] | None
+) -> set[int]:
+    """The identities of buffers that stay sharded, if all can be sharded in place."""
+    if len(buffers) != len(dims):
+        raise SpecError(f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims", hint="give one dim for each buffer")
+    for index, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
+        if not isinstance(buffer, Tensor):
+            raise SpecError(f"buffer {index} is a {type(buffer).__name__}, not a tensor")
+        if buffer.requires_grad:
+            raise SpecError(
+                f"buffer {index} of shape {tuple(buffer.shape)} requires a gradient, which would be that of a shard",
+                hint="give x.detach() and call requires_grad_() inside; or leave it out, and shard it by DropIn.shard",
+            )
+        if not -buffer.ndim <= dim < buffer.ndim:
+            raise SpecError(f"dim {dim} does not exist in buffer {index} of shape {tuple(buffer.shape)}")
+    names, staying = [id(buffer) for buffer in buffers], {id(buffer) for buffer in no_restore_buffers or ()}
+    if len(set(names)) < len(names):
+        raise SpecError("one tensor is given twice in buffers", hint="give each tensor once")
+    if not staying <= set(names):
+        raise SpecError("no_restore_buffers holds a tensor that is not in buffers", hint="add it to buffers")
+    return staying
+
+
+def _length(buffers: Sequence[Tensor], dims: Sequence[int], mask: Mask | None, seq_len: int | None) -> int:
+    """`S`, from whatever tells it."""
+    if mask is not None and seq_len not in (None, mask.seq_len):
+        raise SpecError(f"seq_len={seq_len}, and the mask covers {mask.seq_len} tokens", hint="leave seq_len out")
+    told = seq_len if mask is None else mask.seq_len
+    if told is None and not buffers:
+        raise SpecError(
+            "no buffers tell how long the sequence is", hint="set seq_len, the tokens of the whole sequence"
+        )
+    return told if told is not None else buffers[0].shape[dims[0]]
+
+
+def _local(buffer: Tensor, dropin: DropIn, dim: int) -> Tensor:
+    """A buffer's slots of this rank, of its own kind."""
+    with torch.inference_mode(buffer.is_inference()), torch.no_grad():
+        return shard(buffer, dropin.layout, dropin.cp.rank, dim)
+
+
+def _swap(buffer: Tensor, data: Tensor) -> None:
+    buffer.data = data
+
+
+def _heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[int, int]:
+    heads, kv_heads, v_heads = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v))
+    if kv_heads != v_heads or (not enable_gqa and kv_heads not in (1, heads)):
+        raise SpecError(
+            f"q, k and v have {heads}, {kv_heads} and {v_heads} heads, enable_gqa={enable_gqa}",
+            hint="k and v have as many as q; or with enable_gqa=True a number that divides it",
+        )
+    return heads, kv_heads
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """`(..., H, T, D)` or `(T, D)` as `(B, H, T, D)`."""
+    return x[None, None] if x.ndim == 2 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])

@@ -1,0 +1,68 @@
+"""PyTorch's cuDNN attention on CUDA, with its log-sum-exp: private aten operators, kept in this one file.
+
+Full, causal for square tiles, or an additive mask, as the operator on CPU; so tiles are cut alike. It has not run here (no GPU
+was at hand): tests call it through a stand-in with its schema. "auto" chooses it on Hopper and Blackwell, where it is faster than
+FlashAttention-2, for plans whose tiles need no mask.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from longspan.kernels.masked import causal_of, mode_of, split_by_modes
+from longspan.kernels.scores import ScoreChange
+from longspan.plan import Shape, Tile
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+
+class CudnnKernel:
+    """`_scaled_dot_product_cudnn_attention` and its backward; grouped heads as they are."""
+
+    name = "cudnn"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
+        if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+            return f"cuDNN attention takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
+        if change is not None:
+            return "cuDNN attention takes scores as they are: no soft-cap, no ALiBi"
+        if k.shape[3] != v.shape[3] or q.shape[3] > 128 or q.shape[3] % 8:
+            return f"cuDNN attention takes equal head dims that 8 divides up to 128, not {k.shape[3]} and {v.shape[3]}"
+        if torch.are_deterministic_algorithms_enabled():
+            return "cuDNN attention has no deterministic backward"
+        return None
+
+    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
+        return (tile,) if causal_of(tile.shape) is not None else split_by_modes(tile, dtype, backward)
+
+    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
+        return False
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
+        causal, bias = mode_of(shapes[0], q.dtype, q.device)
+        out, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, bias, True, 0.0, causal, False, scale=scale)
+        return out, lse[..., 0]
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shapes: Sequence[Shape],
+        scale: float,
+        change: ScoreChange | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        causal, bias = mode_of(shapes[0], q.dtype, q.device)
+        # Without dropout the random state is not read, but the operator wants its two tensors.
+        unused = torch.zeros((), dtype=torch.int64, device=q.device)
+        grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
+            dout, q, k, v, out, lse[..., None].contiguous(), unused, unused, bias, None, None,
+            shapes[0].num_q, shapes[0].num_k, 0.0, causal, scale=scale,
+        )  # fmt: skip
+        return grads

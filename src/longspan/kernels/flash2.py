@@ -1,0 +1,107 @@
+"""The package flash-attn 2, where it is installed: its kernels take a soft-cap, which PyTorch's own copy does not.
+
+Called below its autograd functions, since backward needs the `out` and `lse` of all keys: `flash_attn.flash_attn_interface`,
+2.7 or later. It has not run here (no GPU was at hand): tests call it through a stand-in with its signatures.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from longspan.kernels.capability import AMPERE, capability
+from longspan.kernels.scores import ScoreChange
+from longspan.kernels.windows import heads_first, rows_first, sequences, shows, split_for_windows, window_of
+from longspan.plan import Shape, Tile
+
+Tensor = torch.Tensor
+
+_OLDEST = (2, 7)
+
+
+class FlashAttention2Kernel:
+    """flash-attn's CUDA kernels: bands as windows, tiles that follow each other as sequences of one call, soft-caps."""
+
+    name = "flash2"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
+        if change is not None and change.slopes is not None:
+            return "flash-attn counts ALiBi's distances within a tile, not on the token axis"
+        if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+            return f"flash-attn takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
+        if (missing := _missing()) is not None:
+            return missing
+        if k.shape[3] != v.shape[3] or q.shape[3] > 256 or q.shape[3] % 8:
+            return f"flash-attn takes equal head dims that 8 divides up to 256, not {k.shape[3]} and {v.shape[3]}"
+        if capability(q.device)[0] < AMPERE:
+            return "flash-attn begins with Ampere (compute capability 8.0)"
+        return None
+
+    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
+        return split_for_windows(tile)
+
+    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
+        return shows(window_of(first), second)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
+        q, k, v = (rows_first(x, shapes) for x in (q, k, v))
+        options = _options(shapes, scale, change)
+        if len(shapes) == 1:
+            out, lse, *_ = _interface()._flash_attn_forward(q, k, v, **options, return_softmax=False)
+            return heads_first(out, shapes), lse
+        of_q, of_k, most_q, most_k = sequences(tuple(shapes), q.device)
+        out, lse, *_ = _interface()._flash_attn_varlen_forward(q, k, v, of_q, of_k, most_q, most_k, **options)
+        return heads_first(out, shapes), lse[None]
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shapes: Sequence[Shape],
+        scale: float,
+        change: ScoreChange | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out = (rows_first(x, shapes) for x in (dout, q, k, v, out))
+        grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        options = _options(shapes, scale, change) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        if len(shapes) == 1:
+            _interface()._flash_attn_backward(dout, q, k, v, out, lse.contiguous(), *grads, **options)
+        else:
+            _interface()._flash_attn_varlen_backward(
+                dout, q, k, v, out, lse[0].contiguous(), *grads, *sequences(tuple(shapes), q.device), **options
+            )
+        dq, dk, dv = (heads_first(grad, shapes) for grad in grads)
+        return dq, dk, dv
+
+
+def _options(shapes: Sequence[Shape], scale: float, change: ScoreChange | None) -> dict[str, Any]:
+    left, right = (-1 if side is None else side for side in window_of(shapes[0]))
+    return {
+        "dropout_p": 0.0, "softmax_scale": scale, "causal": False, "window_size_left": left, "window_size_right": right,
+        "softcap": change.softcap or 0.0 if change else 0.0, "alibi_slopes": None,
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _missing() -> str | None:
+    """Why the package cannot be used, or None."""
+    try:
+        found = version("flash-attn")
+    except PackageNotFoundError:
+        return "the package flash-attn is not installed"
+    if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
+        return f"flash-attn {found} is older than {'.'.join(map(str, _OLDEST))}"
+    return None
+
+
+def _interface() -> Any:
+    return import_module("flash_attn.flash_attn_interface")

@@ -1,0 +1,89 @@
+"""FlashAttention-3 on Hopper, where its package (flash_attn_3) is installed: bands and several sequences as FlashAttention-2.
+
+Called by torch's own adapter of it, `torch.nn.attention._fa3`, below the registration that `activate_flash_attention_impl("FA3")`
+makes: what a program's own `scaled_dot_product_attention` runs stays as it is. The adapter's functions have the signatures of
+aten's flash operators. It has not run here (no GPU was at hand): tests call it through a stand-in with those signatures.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.attention import _fa3
+
+from longspan.kernels.capability import HOPPER, capability
+from longspan.kernels.scores import ScoreChange
+from longspan.kernels.windows import flash_backward, flash_forward, shows, split_for_windows, window_of
+from longspan.plan import Shape, Tile
+
+Tensor = torch.Tensor
+
+_MODULE = "flash_attn_interface"
+"""The package's module, beside its extension `flash_attn_3`."""
+_DETERMINISTIC_DIM = 192
+"""Of greater head dims its backward has no deterministic form."""
+
+
+class FlashAttention3Kernel:
+    """FlashAttention-3's kernels, which need a Hopper (compute capability 9)."""
+
+    name = "flash3"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
+        if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+            return f"FlashAttention-3 takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
+        if change is not None:
+            return "FlashAttention-3 is called for scores as they are: no soft-cap, no ALiBi"
+        if k.shape[3] != v.shape[3] or q.shape[3] > 256 or q.shape[3] % 8:
+            return f"FlashAttention-3 takes equal head dims that 8 divides up to 256, not {k.shape[3]} and {v.shape[3]}"
+        if capability(q.device)[0] != HOPPER:
+            return "FlashAttention-3 runs on Hopper (compute capability 9) alone"
+        if (missing := _missing()) is not None:
+            return missing
+        if q.shape[3] > _DETERMINISTIC_DIM and torch.are_deterministic_algorithms_enabled():
+            return f"FlashAttention-3 has no deterministic backward for head dims above {_DETERMINISTIC_DIM}"
+        return None
+
+    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
+        return split_for_windows(tile)
+
+    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
+        return shows(window_of(first), second)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return flash_forward(_operators()[0], q, k, v, shapes, scale)
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shapes: Sequence[Shape],
+        scale: float,
+        change: ScoreChange | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return flash_backward(_operators()[1], dout, q, k, v, out, lse, shapes, scale)
+
+
+@lru_cache(maxsize=1)
+def _missing() -> str | None:
+    """Why the package cannot be used, or None."""
+    if find_spec(_MODULE) is None or find_spec("flash_attn_3") is None:
+        return "the package flash_attn_3 is not installed"
+    try:
+        _fa3._fa3_import_module(_MODULE)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"the package flash_attn_3 does not load: {str(error).splitlines()[0]}"
+    return None
+
+
+def _operators() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Forward and backward; `refusal` has loaded the package."""
+    return _fa3._fa3_flash_attention_forward_impl_default, _fa3._fa3_flash_attention_backward_impl

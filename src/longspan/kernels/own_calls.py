@@ -1,0 +1,22 @@
+"""Marks kernel calls that longspan makes itself, so that the drop-in does not intercept them."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_thread = threading.local()
+
+
+@contextmanager
+def own_kernel() -> Iterator[None]:
+    """Mark the kernels that this thread calls inside the block as longspan's."""
+    _thread.own = True
+    try:
+        yield
+    finally:
+        _thread.own = False
+
+
+def is_own_kernel() -> bool:
+    """Whether a kernel called now is called by longspan."""
+    return getattr(_thread, "own", False)

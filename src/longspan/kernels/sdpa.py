@@ -1,0 +1,114 @@
+"""PyTorch's own flash attention with its log-sum-exp: private aten operators, kept in this one file.
+
+    CPU    `_scaled_dot_product_flash_attention_for_cpu`: full, causal for square tiles, or an additive mask, which is slow
+    CUDA   `_flash_attention_forward`: full, causal and bands (a window aligned to the bottom right). FlashAttention-2 on every
+           device, Hopper included, unless the program itself activated another (`activate_flash_attention_impl`)
+
+Both take grouped heads as they are. Tests hold each mode against plain math; the CUDA calls through a stand-in.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from longspan.kernels.capability import AMPERE, capability
+from longspan.kernels.masked import mode_of, split_by_modes
+from longspan.kernels.own_calls import own_kernel
+from longspan.kernels.scores import ScoreChange
+from longspan.kernels.windows import flash_backward, flash_forward, shows, split_for_windows, window_of
+from longspan.plan import Shape, Tile
+
+Tensor = torch.Tensor
+aten = torch.ops.aten
+
+_TALL = 512
+"""In backward, a tile of fewer rows than this is computed faster in fp32 than in bf16 or fp16 (on the machines we measured)."""
+
+
+class SdpaKernel:
+    """The flash kernels that `scaled_dot_product_attention` itself uses."""
+
+    name = "sdpa"
+
+    def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
+        if change is not None:
+            return "flash attention takes scores as they are: no soft-cap, no ALiBi"
+        if k.shape[3] != v.shape[3]:
+            return f"keys have dim {k.shape[3]} and values {v.shape[3]}; flash attention takes equal ones"
+        if q.device.type == "cpu":
+            known: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+        elif q.device.type == "cuda":
+            known = (torch.bfloat16, torch.float16)
+        else:
+            return f"there is no flash attention on device {q.device.type!r}"
+        if q.dtype not in known:
+            return f"flash attention on {q.device.type} takes {', '.join(str(d) for d in known)}, not {q.dtype}"
+        if q.device.type == "cuda" and (q.shape[3] > 256 or q.shape[3] % 8):
+            return f"flash attention on cuda takes head dims that 8 divides up to 256, not {q.shape[3]}"
+        if q.device.type == "cuda" and capability(q.device)[0] < AMPERE:
+            return "flash attention on cuda begins with Ampere (compute capability 8.0)"
+        return None
+
+    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
+        return split_for_windows(tile) if device.type == "cuda" else split_by_modes(tile, dtype, backward)
+
+    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
+        # As a batch of equal tiles on CPU; on CUDA as sequences of any length under the window of the first.
+        return shows(window_of(first), second) if device.type == "cuda" else first == second
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
+    ) -> tuple[Tensor, Tensor]:
+        if q.device.type == "cuda":
+            return _cuda_forward(q, k, v, shapes, scale)
+        q, k, v = (_as_batch(x, len(shapes)) for x in (q, k, v))
+        causal, mask = mode_of(shapes[0], q.dtype, q.device)
+        with own_kernel():
+            out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+            )
+        return _as_rows(out, len(shapes)), _as_rows(lse, len(shapes))
+
+    def backward(
+        self,
+        dout: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        shapes: Sequence[Shape],
+        scale: float,
+        change: ScoreChange | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.device.type == "cuda":
+            return _cuda_backward(dout, q, k, v, out, lse, shapes, scale)
+        if shapes[0].num_q < _TALL and q.dtype.itemsize == 2:
+            dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
+        dout, q, k, v, out, lse = (_as_batch(x, len(shapes)) for x in (dout, q, k, v, out, lse))
+        causal, mask = mode_of(shapes[0], q.dtype, q.device)
+        grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        dq, dk, dv = (_as_rows(grad, len(shapes)) for grad in grads)
+        return dq, dk, dv
+
+
+def _as_batch(x: Tensor, num: int) -> Tensor:
+    """`(1, H, num * T, ...)` -> `(num, H, T, ...)`, a view."""
+    return x if num == 1 else x.unflatten(2, (num, -1))[0].transpose(0, 1)
+
+
+def _as_rows(x: Tensor, num: int) -> Tensor:
+    """`(num, H, T, ...)` -> `(1, H, num * T, ...)`: a view of what the operator gives, whose rows come before its heads."""
+    return x if num == 1 else x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor]:
+    return flash_forward(aten._flash_attention_forward, q, k, v, shapes, scale)
+
+
+def _cuda_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Sequence[Shape], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return flash_backward(aten._flash_attention_backward, dout, q, k, v, out, lse, shapes, scale)

@@ -1,0 +1,190 @@
+"""The shape of a decoder as a frozen record, checked when it is made.
+It holds what decides the size of a parameter or the mask of a layer, and nothing that may change from run to run."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from longspan.errors import SpecError
+
+
+class Llama3RopeScaling(BaseModel):
+    """Frequency scaling of Llama 3.1 (`rope_type` "llama3" at Hugging Face, `use_scaled_rope` at Meta).
+
+    Wavelengths up to `original_max_positions / high_freq_factor` tokens are kept, those from
+    `original_max_positions / low_freq_factor` on are stretched by `factor`, between them the two are interpolated.
+    The table depends on the configuration alone, never on the length of a batch.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float = Field(ge=1.0)
+    low_freq_factor: float = Field(gt=0.0)
+    high_freq_factor: float = Field(gt=0.0)
+    original_max_positions: int = Field(gt=0)
+
+    @model_validator(mode="after")
+    def _check_band(self) -> "Llama3RopeScaling":
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise SpecError(
+                f"high_freq_factor {self.high_freq_factor} is not above low_freq_factor {self.low_freq_factor}",
+                hint="Llama 3.1 uses low_freq_factor=1.0 and high_freq_factor=4.0",
+            )
+        return self
+
+
+class ExpertsConfig(BaseModel):
+    """The mixture of experts that takes the place of every layer's feed-forward: sizes in elements.
+
+    A token goes to the `top_k` of `num_experts` experts that its router finds most probable, each a feed-forward of
+    `ffn_width`, and with `shared_ffn_width` (0: none) to a shared expert of that width as well. `normalise`: the weights
+    of a token's experts are divided by their sum; else they are the probabilities themselves. `balance` is the
+    coefficient of the auxiliary balance loss (0: none), which is taken `balance_over` each global micro-batch ("batch")
+    or each of its documents ("document"); see `longspan.model.MixtureOfExperts`.
+
+    Raises `pydantic.ValidationError` as `ModelConfig` does.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_experts: int = Field(gt=0)
+    top_k: int = Field(gt=0)
+    ffn_width: int = Field(gt=0)
+    shared_ffn_width: int = Field(default=0, ge=0)
+    normalise: bool = True
+    balance: float = Field(default=0.0, ge=0.0)
+    balance_over: Literal["batch", "document"] = "batch"
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> "ExpertsConfig":
+        if self.top_k > self.num_experts:
+            raise SpecError(
+                f"top_k {self.top_k} is more than {self.num_experts} experts",
+                hint=f"set top_k to at most {self.num_experts}, or num_experts to at least {self.top_k}",
+            )
+        if self.top_k == 1 and self.normalise:
+            raise SpecError(
+                "top_k 1 with normalise=true gives every expert the weight 1: the loss would not reach the router",
+                hint="set normalise=false, or top_k to 2 or more",
+            )
+        return self
+
+    def num_parameters(self, width: int) -> int:
+        """Elements of one layer's router, experts and shared expert in a model of that width."""
+        widths = self.num_experts * self.ffn_width + self.shared_ffn_width
+        return self.num_experts * width + 3 * width * widths
+
+
+class ModelConfig(BaseModel):
+    """A Llama-like decoder: sizes in elements, `windows` in tokens.
+
+    Exactly one of `ffn_width` and `experts` is given. `head_dim` 0 means `width // num_heads`. `windows` is empty (every
+    layer sees its whole document) or has one entry per layer: `None` ("full" in a file) for full, `w` for a window in
+    which query `i` sees keys `i - w + 1` to `i`.
+    `rope_scaling` is `None` or a `Llama3RopeScaling`; other kinds are refused.
+
+    Raises `pydantic.ValidationError` (a `ValueError`) whose text holds the values, the rule and a hint.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    vocab_size: int = Field(gt=0)
+    width: int = Field(gt=0)
+    num_layers: int = Field(gt=0)
+    num_heads: int = Field(gt=0)
+    num_kv_heads: int = Field(gt=0)
+    head_dim: int = Field(default=0, ge=0, validate_default=True)
+    ffn_width: int | None = Field(default=None, gt=0)
+    experts: ExpertsConfig | None = None
+    rope_theta: float = Field(default=10000.0, gt=0.0)
+    rope_scaling: Llama3RopeScaling | None = None
+    norm_eps: float = Field(default=1e-5, gt=0.0)
+    tie_embeddings: bool = False
+    qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()
+    init_std: float = Field(default=0.02, gt=0.0)
+
+    @property
+    def mask_names(self) -> tuple[str, ...]:
+        """The mask of each layer by name: "full", or "window-<w>"; the names `attend` is called with."""
+        windows = self.windows or (None,) * self.num_layers
+        return tuple("full" if window is None else f"window-{window}" for window in windows)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters; tied embeddings count once."""
+        attention = self.width * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        norms = 2 * self.width + (2 * self.head_dim if self.qk_norm else 0)
+        dense = 3 * self.width * (self.ffn_width or 0)
+        block = attention + (dense if self.experts is None else self.experts.num_parameters(self.width)) + norms
+        embeddings = self.vocab_size * self.width * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * block + self.width
+
+    @field_validator("rope_scaling", mode="before")
+    @classmethod
+    def _refuse_other_scalings(cls, value: object) -> object:
+        kind = value.get("kind", "llama3") if isinstance(value, dict) else value
+        if kind is None or kind == "llama3" or isinstance(value, Llama3RopeScaling):
+            return value
+        raise SpecError(f"rope_scaling {kind!r} is not supported", hint="use None or a Llama3RopeScaling")
+
+    @field_validator("windows", mode="before")
+    @classmethod
+    def _read_full(cls, value: object) -> object:
+        """TOML has no None: there a layer without a window is "full"."""
+        return (
+            tuple(None if window == "full" else window for window in value)
+            if isinstance(value, list | tuple)
+            else value
+        )
+
+    @field_validator("head_dim", mode="after")
+    @classmethod
+    def _derive_head_dim(cls, value: int, info: ValidationInfo) -> int:
+        if value or not {"width", "num_heads"} <= info.data.keys():
+            return value
+        width, num_heads = info.data["width"], info.data["num_heads"]
+        if width % num_heads:
+            raise SpecError(
+                f"width {width} is not a multiple of {num_heads} heads", hint="change either of them, or set head_dim"
+            )
+        return int(width // num_heads)
+
+    @model_validator(mode="after")
+    def _check(self) -> "ModelConfig":
+        if (self.ffn_width is None) == (self.experts is None):
+            raise SpecError(
+                "neither ffn_width nor experts is given"
+                if self.experts is None
+                else f"both ffn_width {self.ffn_width} and experts are given, which take its place in every layer",
+                hint="give ffn_width for dense layers, or experts with a ffn_width of their own",
+            )
+        if self.num_heads % self.num_kv_heads:
+            divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
+            raise SpecError(
+                f"{self.num_kv_heads} KV heads do not divide {self.num_heads} query heads",
+                hint=f"num_kv_heads may be one of {divisors}",
+            )
+        if self.head_dim % 2:
+            raise SpecError(
+                f"head_dim {self.head_dim} is odd, but rotary embedding turns pairs of dims",
+                hint=f"set head_dim={self.head_dim + 1}, or choose width and num_heads with an even quotient",
+            )
+        if self.windows and len(self.windows) != self.num_layers:
+            raise SpecError(
+                f"windows has {len(self.windows)} entries for {self.num_layers} layers",
+                hint="give one per layer (None = full), or none at all",
+            )
+        for layer, window in enumerate(self.windows):
+            if window is not None and window < 1:
+                raise SpecError(
+                    f"window {window} of layer {layer} is below 1: a query would not see itself",
+                    hint='use "full" (None in Python) for full attention',
+                )
+        return self
+
+
+def window_of(mask_name: str) -> int | None:
+    """The window of a mask by its name, None for "full": what `ModelConfig.mask_names` was made from."""
+    return None if mask_name == "full" else int(mask_name.removeprefix("window-"))

@@ -1,0 +1,261 @@
+"""A plan in numbers: one frozen record that the table, the JSON and the drawings all read.
+
+Every count is summed from the plan's own tiles and transfers; nothing is modelled here.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+import numpy as np
+
+from longspan.errors import SpecError
+from longspan.plan import ROUTES, STAGED, HeadShare, Plan, RankPlan, Step, Transfer, share_of_heads
+from longspan.plan import bands as algebra
+from longspan.plan.comm_dtype import row_bytes
+from longspan.report.words import mask_words
+
+Array = np.ndarray
+Quantity = Literal["area", "rows_received", "rows_sent", "grad_rows_sent", "bytes_forward", "bytes_backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step of one rank, on the keys of `source`.
+
+    Where rows hop (ring, rotate), `distance` counts the hops between the rank that owns the keys and the one that computes,
+    and is the `stage`; else it is `(rank - source) mod ranks`, and a stage may be several steps. Ranks are groups where heads
+    are exchanged.
+
+    Rows and bytes that are sent leave during this stage and stand at its first step; `rows_received` arrived for it.
+    `grad_rows_sent` are rows of partial dK and dV, those on their last trip (`grad_rows_home`) included.
+    """
+
+    stage: int
+    distance: int
+    source: int
+    area: float
+    rows_received: int
+    rows_sent: int
+    grad_rows_sent: int
+    grad_rows_home: int
+    bytes_forward: int
+    bytes_backward: int
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank: its tokens, the pairs it computes, their share of all pairs, its traffic, and the same step by step.
+
+    Where heads are exchanged, `group` computes the same pairs, each rank for its heads: an `area` is pairs times its share of
+    the heads, and `blocks` (of 128 x 128) likewise. `bytes_heads_...` are sent in that exchange, and are no part of a step.
+    """
+
+    rank: int
+    group: int
+    tokens: int
+    slots: int
+    area: float
+    blocks: float
+    share: float
+    rows_received: int
+    rows_sent: int
+    grad_rows_sent: int
+    bytes_forward: int
+    bytes_backward: int
+    bytes_heads_forward: int
+    bytes_heads_backward: int
+    steps: tuple[StepReport, ...]
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The whole plan. Bytes are sent bytes per batch row, of all heads, or of one KV head if `heads` is None.
+
+    `plain_ring_rows` is what a ring that passes every shard all the way round sends in one forward: `seq_len * (ranks - 1)`,
+    and `plain_ring_bytes` its bytes in the inputs' type; `rows_relative` and `bytes_relative` are `rows_sent` and
+    `bytes_forward` over these, 0 where a plain ring sends nothing either.
+    """
+
+    layout: str
+    mask: str
+    route: str
+    reason: str
+    ranks: int
+    head_degree: int
+    row_degree: int
+    inner: int | None
+    seq_len: int
+    slots: int | None
+    heads: tuple[int, int] | None
+    head_dim: int
+    itemsize: int
+    wire_dtype: str | None
+    area: int
+    blocks: float
+    imbalance: float
+    rows_sent: int
+    grad_rows_sent: int
+    plain_ring_rows: int
+    rows_relative: float
+    plain_ring_bytes: int
+    bytes_relative: float
+    bytes_forward: int
+    bytes_backward: int
+    bytes_heads_forward: int
+    bytes_heads_backward: int
+    per_rank: tuple[RankReport, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Stages from a rank's own shard to the last in which any rank computes or carries anything."""
+        return 1 + max(step.stage for rank in self.per_rank for step in rank.steps)
+
+    def by_stage(self, quantity: Quantity) -> Array:
+        """One quantity of every rank and stage: `(ranks, num_stages)`, int64, or float64 for areas; 0 where one is left out."""
+        table = np.zeros((self.ranks, self.num_stages), dtype=np.float64 if quantity == "area" else np.int64)
+        for rank in self.per_rank:
+            for step in rank.steps:
+                table[rank.rank, step.stage] += getattr(step, quantity)
+        return table
+
+    def in_exchange(self, quantity: Quantity) -> Array:
+        """What of a quantity is in no stage but in the exchange of heads, by rank: int64 `(ranks,)`."""
+        names = {"bytes_forward": "bytes_heads_forward", "bytes_backward": "bytes_heads_backward"}
+        return np.array([getattr(rank, names[quantity]) if quantity in names else 0 for rank in self.per_rank])
+
+    def to_json(self) -> str:
+        """The record as JSON; keys are the names of the fields."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def describe(plan: Plan, head_dim: int, itemsize: int) -> PlanReport:
+    """Count `plan`: `head_dim` is D of keys and of values, `itemsize` the bytes of one of their elements.
+
+    Raises `SpecError` if either is below 1.
+    """
+    if head_dim < 1 or itemsize < 1:
+        raise SpecError(f"head_dim={head_dim}, itemsize={itemsize}: both must be at least 1")
+    shares = [plan.rank_plan(rank) for rank in range(plan.ranks)]
+    onward, degrees = _direction(shares, plan), plan.degrees
+    per_rank = tuple(_rank(plan, share, onward, head_dim, itemsize) for share in shares)
+    rows_sent, bytes_forward = sum(rank.rows_sent for rank in per_rank), sum(rank.bytes_forward for rank in per_rank)
+    plain = plan.seq_len * (plan.ranks - 1)
+    plain_bytes = plain * 2 * head_dim * itemsize * (plan.heads[1] if plan.heads else 1)
+    return PlanReport(
+        layout=plan.layout.name,
+        mask=mask_words(plan.mask),
+        route=plan.route,
+        reason=plan.reason,
+        ranks=plan.ranks,
+        head_degree=degrees.heads,
+        row_degree=degrees.rows,
+        inner={"inner": degrees.heads, "outer": degrees.rows}.get(ROUTES[plan.route].heads),
+        seq_len=plan.seq_len,
+        slots=plan.layout.slots,
+        heads=plan.heads,
+        head_dim=head_dim,
+        itemsize=itemsize,
+        wire_dtype=plan.wire_dtype,
+        area=plan.mask.area,
+        blocks=share_of_heads(sum(share.blocks for share in shares), 1, degrees.heads),
+        imbalance=plan.imbalance,
+        rows_sent=rows_sent,
+        grad_rows_sent=sum(rank.grad_rows_sent for rank in per_rank),
+        plain_ring_rows=plain,
+        rows_relative=rows_sent / plain if plain else 0.0,
+        plain_ring_bytes=plain_bytes,
+        bytes_relative=bytes_forward / plain_bytes if plain else 0.0,
+        bytes_forward=bytes_forward,
+        bytes_backward=sum(rank.bytes_backward for rank in per_rank),
+        bytes_heads_forward=sum(rank.bytes_heads_forward for rank in per_rank),
+        bytes_heads_backward=sum(rank.bytes_heads_backward for rank in per_rank),
+        per_rank=per_rank,
+    )
+
+
+def _rank(plan: Plan, share: RankPlan, onward: int, head_dim: int, itemsize: int) -> RankReport:
+    row = 2 * row_bytes(plan.wire_dtype, head_dim, itemsize)
+    num_kv = share.heads.num_kv if share.heads else plan.heads[1] if plan.heads else 1
+    steps = tuple(_steps(plan, share, onward, num_kv * row, num_kv * 2 * head_dim * max(itemsize, 4)))
+    heads = _heads(share.heads, plan.route == STAGED, row, head_dim, itemsize) if share.heads else (0, 0)
+    report = RankReport(
+        rank=share.rank,
+        group=plan.degrees.group_of(share.rank),
+        tokens=share.tokens,
+        slots=share.slots,
+        area=plan.area(share.rank),
+        blocks=plan.blocks(share.rank),
+        share=plan.area(share.rank) / plan.mask.area if plan.mask.area else 0.0,
+        rows_received=plan.rows_received(share.rank),
+        rows_sent=share.rows_sent,
+        grad_rows_sent=share.grad_rows_sent,
+        bytes_forward=heads[0] + sum(step.bytes_forward for step in steps),
+        bytes_backward=heads[1] + sum(step.bytes_backward for step in steps),
+        bytes_heads_forward=heads[0],
+        bytes_heads_backward=heads[1],
+        steps=steps,
+    )
+    planned = [plan.bytes(share.rank, phase, head_dim, itemsize) for phase in ("forward", "backward")]
+    assert planned == [report.bytes_forward, report.bytes_backward], "something on the wire costs something else"
+    return report
+
+
+def _steps(plan: Plan, share: RankPlan, onward: int, row: int, partial: int) -> Iterator[StepReport]:
+    """`row` and `partial` are the bytes of a row of keys and values, and of a row of their partial gradients."""
+    group, groups = plan.degrees.group_of(share.rank), plan.degrees.rows
+    # Where nothing arrives but something leaves, rows of the own shard do.
+    stages = [(stage, stage.steps or (Step(group, 0, ()),)) for stage in share.stages]
+    areas = iter(_areas([step for _, steps in stages for step in steps]))
+    for stage, steps in stages:
+        sent = sum(transfer.rows for transfer in stage.sends)
+        for step in steps:
+            area, distance, home = next(areas), onward * (group - step.source) % groups, _rows(step.home_send)
+            if (stage.number and stage.idle) or not (stage.steps or sent):
+                continue
+            grads = _rows(step.grad_send) + home
+            yield StepReport(
+                stage=stage.number,
+                distance=distance,
+                source=step.source,
+                area=share_of_heads(area, 1, plan.degrees.heads),
+                rows_received=_rows(step.recv),
+                rows_sent=sent,
+                grad_rows_sent=grads,
+                grad_rows_home=home,
+                bytes_forward=row * sent,
+                bytes_backward=row * sent + partial * grads,
+            )
+            sent = 0
+
+
+def _heads(share: HeadShare, staged: bool, row: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """Bytes sent in the exchange of heads: q, k, v there and out back; backward (after these again, if `staged`) d out there
+    and dq, dk, dv back."""
+    size = head_dim * itemsize
+    grads = 2 * head_dim * (max(itemsize, 4) if share.replicates else itemsize)
+    forward = share.bytes_there(size, row) + share.bytes_back(size, 0)
+    return forward, staged * forward + share.bytes_there(size, 0) + share.bytes_back(size, grads)
+
+
+def _areas(steps: Sequence[Step]) -> list[int]:
+    """Pairs of each step, all tiles counted at once."""
+    numbers = [len(step.tiles) for step in steps]
+    tiles = np.array([tile for step in steps for tile in step.tiles], dtype=np.int64).reshape(-1, 6)
+    totals = np.concatenate(([0], np.cumsum(algebra.area(tiles))))
+    return np.diff(totals[np.concatenate(([0], np.cumsum(numbers)))]).tolist()
+
+
+def _direction(shares: Iterable[RankPlan], plan: Plan) -> int:
+    """-1 if rows hop from each group to the one before, read off the first that are sent; else +1."""
+    for share in shares:
+        for stage in share.stages:
+            if share.relays and stage.sends:
+                hop = stage.sends[0].peer - plan.degrees.group_of(share.rank)
+                return 1 if hop % plan.degrees.rows == 1 else -1
+    return 1
+
+
+def _rows(transfer: Transfer | None) -> int:
+    return transfer.rows if transfer else 0

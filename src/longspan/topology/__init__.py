@@ -1,0 +1,7 @@
+"""The axes of a run, their process groups, nodes, and the checks of degrees against a model. No torch."""
+
+from longspan.topology.axes import ORDER, Topology
+from longspan.topology.fits import SCHEDULES, ModelShape, check_model
+from longspan.topology.nodes import BUSIEST_FIRST, Nodes
+
+__all__ = ["BUSIEST_FIRST", "ORDER", "SCHEDULES", "ModelShape", "Nodes", "Topology", "check_model"]

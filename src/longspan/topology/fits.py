@@ -1,0 +1,178 @@
+"""Whether a model, a route and a pipeline schedule fit a topology: said before a process starts, with what would fit."""
+
+from dataclasses import dataclass
+from math import gcd
+
+from longspan.errors import SpecError
+from longspan.plan.plan import check_heads
+from longspan.plan.routes import AUTO, degrees_of
+from longspan.topology.axes import Topology, any_of, divisors
+from longspan.topology.nodes import Nodes, short_ranks
+
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
+"""Of a pipeline; all but the first may have several stages on a rank."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What of a decoder has to be divided: counts of layers, heads and experts, and the widths that TP cuts.
+
+    `num_experts` 0 is a model without experts.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    ffn_width: int
+    vocab_size: int
+    num_experts: int = 0
+
+
+def check_model(
+    topology: Topology,
+    shape: ModelShape,
+    *,
+    route: str = "ring",
+    inner: int | None = None,
+    sp: bool = True,
+    accumulation: int = 1,
+    schedule: str = "1f1b",
+    stages_per_rank: int = 1,
+    ranks_per_node: int | None = None,
+) -> None:
+    """Raise `SpecError` unless every axis divides what it shards.
+
+    `route` and `inner` are those of attention over cp; `sp` is sequence parallelism on the TP ranks; `accumulation` counts
+    the micro-batches of a step, which a pipeline runs by `schedule` over pp x `stages_per_rank` stages. `ranks_per_node`
+    refuses TP groups that lie across nodes; None does not look.
+    """
+    _check_tp(topology, shape, sp)
+    _check_route(topology, shape, route, inner)
+    _check_experts(topology, shape, sp)
+    _check_pipeline(topology, shape, accumulation, schedule, stages_per_rank)
+    if ranks_per_node is not None:
+        _check_nodes(topology, ranks_per_node)
+
+
+def _check_tp(topology: Topology, shape: ModelShape, sp: bool) -> None:
+    tp = topology.tp
+    if tp == 1 and not sp:
+        raise SpecError("sp=false means nothing to tp=1", hint="leave sp out, or set tp to 2 or more")
+    check_heads(shape.num_heads, shape.num_kv_heads)
+    cut = {
+        "query heads": shape.num_heads,
+        "KV heads": shape.num_kv_heads,
+        "ffn_width": shape.ffn_width,
+        "vocab_size": shape.vocab_size,
+    }
+    fits = any_of(divisors(gcd(*cut.values())))
+    for name, number in cut.items():
+        if number % tp:
+            heads = name.endswith("heads")
+            raise SpecError(
+                f"tp={tp} does not divide {number} {name}" if heads else f"tp={tp} does not divide {name}={number}",
+                hint=f"tp divides heads, ffn_width and vocab_size: set it to {fits}"
+                + ("" if heads else f"; or make {name} a multiple, such as {-(-number // tp) * tp}"),
+            )
+
+
+def _check_route(topology: Topology, shape: ModelShape, route: str, inner: int | None) -> None:
+    """Heads are exchanged among cp ranks once TP has taken its share."""
+    if route != AUTO:
+        heads = (shape.num_heads // topology.tp, shape.num_kv_heads // topology.tp)
+        degrees_of(route, topology.cp, heads, inner, topology.tp)
+
+
+def _check_experts(topology: Topology, shape: ModelShape, sp: bool) -> None:
+    ep, num = topology.ep, shape.num_experts
+    if topology.etp != 1:
+        raise SpecError(
+            f"etp={topology.etp} is not supported: an expert is whole on its rank",
+            hint="set etp to 1: TP ranks hold tokens of their own under sequence parallelism and serve as expert ranks",
+        )
+    if ep > 1 and not num:
+        raise SpecError(f"ep={ep} for a model without experts", hint="set ep to 1, or give the model num_experts")
+    if num and num % ep:
+        ranks = topology.tp * topology.cp * topology.dp
+        raise SpecError(
+            f"ep={ep} does not divide {num} experts",
+            hint=f"ep divides the experts and the {ranks} ranks of a stage: set it to {any_of(divisors(gcd(num, ranks)))}",
+        )
+    if num and topology.tp > 1 and not sp:
+        raise SpecError(
+            f"tp={topology.tp} and experts with sp=false: TP ranks hold the same tokens, and each would route them",
+            hint="set sp to true, or tp to 1",
+        )
+
+
+def _check_pipeline(
+    topology: Topology, shape: ModelShape, accumulation: int, schedule: str, stages_per_rank: int
+) -> None:
+    pp, stages = topology.pp, topology.pp * stages_per_rank
+    _check_schedule(pp, schedule, accumulation, stages_per_rank)
+    if pp > 1 and stages > shape.num_layers:
+        each = f" x stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""
+        raise SpecError(
+            f"pp={pp}{each} makes {stages} stages, and the model has {shape.num_layers} layers",
+            hint=f"a stage has at least one layer: set pp to at most {max(1, shape.num_layers // stages_per_rank)}"
+            + ("; or lower stages_per_rank" if each else ""),
+        )
+    if accumulation < pp:
+        raise SpecError(
+            f"accumulation={accumulation} is less than pp={pp}: with fewer micro-batches than stages some would always idle",
+            hint=f"set accumulation to {pp} or more; or lower pp",
+        )
+    if pp > 1 and schedule != "1f1b" and accumulation % pp:
+        below = accumulation // pp * pp
+        raise SpecError(
+            f"accumulation={accumulation} is not a multiple of pp={pp}, which schedule {schedule!r} needs",
+            hint=f"set accumulation to {below} or {below + pp}; or schedule to '1f1b'",
+        )
+
+
+def _check_schedule(pp: int, schedule: str, accumulation: int, stages_per_rank: int) -> None:
+    if schedule not in SCHEDULES:
+        raise SpecError(f"schedule {schedule!r} is not known", hint=f"choose one of {', '.join(SCHEDULES)}")
+    if accumulation < 1 or stages_per_rank < 1:
+        raise SpecError(
+            f"accumulation={accumulation}, stages_per_rank={stages_per_rank}: both are counts from 1",
+            hint="leave them out for 1",
+        )
+    if schedule != SCHEDULES[0] and pp == 1:
+        raise SpecError(
+            f"schedule {schedule!r} means nothing to pp=1, which has one stage",
+            hint=f"leave it at {SCHEDULES[0]!r}, or set pp to 2 or more",
+        )
+    if stages_per_rank > 1 and pp == 1:
+        raise SpecError(
+            f"stages_per_rank={stages_per_rank} means nothing to pp=1, which has one stage",
+            hint="set stages_per_rank to 1; or pp to 2 or more",
+        )
+    if stages_per_rank > 1 and schedule == "1f1b":
+        raise SpecError(
+            f"stages_per_rank={stages_per_rank} means nothing to schedule '1f1b', which has one stage a rank",
+            hint=f"set stages_per_rank to 1; or schedule to {' or '.join(map(repr, SCHEDULES[1:]))}",
+        )
+    if pp > 1 and schedule == "interleaved" and stages_per_rank < 2:
+        raise SpecError(
+            f"schedule 'interleaved' with stages_per_rank={stages_per_rank}: there is nothing to interleave",
+            hint="set stages_per_rank to 2 or more; or schedule to '1f1b'",
+        )
+
+
+def _check_nodes(topology: Topology, ranks_per_node: int) -> None:
+    """A TP group across nodes is refused even where it is larger than a node: every layer would wait for the slow link."""
+    nodes, tp = Nodes(topology, ranks_per_node), topology.tp
+    across = [group for group, count in zip(topology.groups("tp"), nodes.spread("tp"), strict=True) if count > 1]
+    if not across:
+        return
+    where = f"a TP group lies across nodes of {ranks_per_node} ranks: ranks {short_ranks(across[0])}"
+    fits = any_of(divisors(ranks_per_node))
+    if ranks_per_node % tp == 0:
+        raise SpecError(
+            f'{where}, by order "{topology.order}"', hint="put tp first in the order: it is the busiest axis"
+        )
+    raise SpecError(
+        f"{where}, since tp={tp} {'is more than' if tp > ranks_per_node else 'does not divide'} {ranks_per_node}",
+        hint=f"set tp to {fits}; or, where a fast link joins several nodes, set ranks_per_node to the ranks it joins",
+    )

@@ -1,0 +1,152 @@
+"""One full step at the longest row of the data before training starts: whether it fits, and what every rank needs for it.
+
+weights first drawn -> forward, backward, AdamW with rate 0 -> peak memory of all ranks -> gradients and moments dropped
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from longspan.advise.activations import longest
+from longspan.advise.memory import Budget, StageBudget
+from longspan.data import Batch
+from longspan.errors import SpecError
+from longspan.report.words import short_bytes
+from longspan.train.monitor import json_line
+from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig
+from longspan.train.usage import measure
+
+_SHOWN = 16
+"""Of more ranks, the table has the one with the highest peak in each place of the pipeline; the file has all."""
+
+
+@dataclass(frozen=True)
+class RankPeak:
+    """Bytes of a rank before the step, its weights among them, and at the highest; on CPU of the process, on CUDA of the
+    allocator. `expected`: what the step adds by `budget_of`."""
+
+    rank: int
+    pp_rank: int
+    before: int
+    peak: int
+    expected: int
+    seconds: float
+
+    @property
+    def added(self) -> int:
+        return self.peak - self.before
+
+
+def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
+    """Run one step at the longest row; every rank's peak, on every rank. Collective over the world.
+
+    Call it before a checkpoint is loaded: `step` is then as it was, bit for bit. Nothing is read from a loader, and the
+    optimizer makes its moments from gradients of 0 at rate 0, so that they take their memory and weights stay.
+    Raises `SpecError` on a rank whose memory does not suffice.
+    """
+    rank, before, scale = dist.get_rank(), _held(step.device), replace(step.scale)
+    place: StageBudget = budget.stages[budget.topology.coordinates(rank)["pp"]]
+    began = time.perf_counter()
+    with _named(step.config, rank, budget):
+        step.backward([longest_batch(step.config, step.model_config.vocab_size)] * step.config.accumulation)
+        for optimizer in step.optimizers:
+            for settings in optimizer.param_groups:
+                for parameter in settings["params"]:
+                    parameter.grad.zero_()
+        step.update(0.0)
+    seconds = time.perf_counter() - began
+    for optimizer in step.optimizers:
+        optimizer.state.clear()
+        optimizer.zero_grad()
+        for settings in optimizer.param_groups:
+            settings["lr"] = step.config.optim.lr
+    step.scale, step.own_targets = scale, 0
+    peak = max(before, measure(rank, 0, (), device=step.device).peak_memory_bytes)  # Linux counts both to some 100 KiB
+    own = RankPeak(rank, place.pp_rank, before, peak, place.total - place.parameters, seconds)
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def longest_batch(config: TrainConfig, vocab_size: int) -> Batch:
+    """The row of `longest`, of ids that differ from token to token, so that a router does not send all to the same experts."""
+    lengths = longest(config)
+    ids = np.arange(sum(lengths), dtype=np.int64)
+    documents = np.split(ids % vocab_size, np.cumsum(lengths)[:-1])
+    return replace(Batch.from_documents(documents), numbers=ids)
+
+
+def tell(peaks: Sequence[RankPeak], budget: Budget, run_dir: Path, *, quiet: bool) -> None:
+    """Write `run_dir/preflight.json`, and unless `quiet` a table on stderr."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "preflight.json").write_text(json_line([asdict(peak) for peak in peaks]) + "\n")
+    if not quiet:
+        console = Console(stderr=True, highlight=False)
+        console.print(_headline(peaks, budget))
+        console.print(_table(peaks))
+
+
+def _headline(peaks: Sequence[RankPeak], budget: Budget) -> str:
+    seconds, many = max(peak.seconds for peak in peaks), budget.micro_batches
+    micros = f" of {many} micro-batches" if many > 1 else ""
+    return f"preflight: a step{micros} at the longest row fits; it took {seconds:.1f} s"
+
+
+def _table(peaks: Sequence[RankPeak]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0))
+    for name in ("rank", "before", "peak", "added", "expected to be added"):
+        table.add_column(name, justify="right", no_wrap=True)
+    shown = list(peaks)
+    if len(peaks) > _SHOWN:
+        shown = [
+            max((peak for peak in peaks if peak.pp_rank == place), key=lambda peak: peak.peak)
+            for place in sorted({peak.pp_rank for peak in peaks})
+        ]
+    for peak in shown:
+        sizes = (peak.before, peak.peak, peak.added, peak.expected)
+        table.add_row(str(peak.rank), *map(short_bytes, sizes))
+    return table
+
+
+def _held(device: torch.device) -> int:
+    """Bytes now: of the allocator on CUDA, else of the process that are in memory."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated()
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextmanager
+def _named(config: TrainConfig, rank: int, budget: Budget) -> Iterator[None]:
+    """Say what ran out of memory, and the ways out that this run has left."""
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError | torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise SpecError(
+            f"preflight: rank {rank} has no memory for a step at the longest row, {budget.slots:,} of its "
+            f"{sum(longest(config)):,} tokens here: {reason}",
+            hint=_ways_out(config),
+        ) from error
+
+
+def _ways_out(config: TrainConfig) -> str:
+    ways = {"none": 'recompute to "block" or "full"', "block": 'recompute to "full"', "full": ""}[config.recompute]
+    if config.parallel.route == "upipe" or config.parallel.schedule == "zero-bubble":
+        ways = ""
+    rows = "rows_per_batch lower" if config.rows_per_batch > 1 else "data.row_tokens lower"
+    more = ["parallel.cp higher", *(["dtype to bf16"] if config.dtype in ("fp32", "fp64") else [])]
+    return f"set {'; or '.join(filter(None, (ways, *more, rows)))}; longspan train --dry-run shows what a rank holds"
