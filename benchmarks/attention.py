@@ -149,17 +149,17 @@ def _measure(case: Case, routes: Sequence[str], group: dist.ProcessGroup, repeat
 def _inputs(case: Case) -> list[torch.Tensor]:
     """q, k, v and the gradient of out; of a layer x, its weights and the gradient of y."""
     torch.manual_seed(0)
-    width, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
+    hidden_size, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
     if case.kind == "layer":
         shapes = [
-            (1, case.seq_len, width),
-            (width, width),
-            (kv, width),
-            (kv, width),
-            (width, width),
-            (1, case.seq_len, width),
+            (1, case.seq_len, hidden_size),
+            (hidden_size, hidden_size),
+            (kv, hidden_size),
+            (kv, hidden_size),
+            (hidden_size, hidden_size),
+            (1, case.seq_len, hidden_size),
         ]
-        return [torch.randn(shape) / (1 if len(shape) == 3 else width**0.5) for shape in shapes]
+        return [torch.randn(shape) / (1 if len(shape) == 3 else hidden_size**0.5) for shape in shapes]
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     return [torch.randn(1, n, case.seq_len, case.head_dim).to(getattr(torch, case.dtype)) for n in heads]
 

@@ -31,16 +31,23 @@ from longspan.comm.meshes import Meshes
 from longspan.data import Batch
 from longspan.model import Decoder, ModelConfig, apply_tensor_parallel
 from longspan.model.rope import rotary_tables
-from longspan.train.axes import stage_layers, topology_of
+from longspan.train.axes import stages_of, topology_of
 from longspan.train.micro import make_micro, masks_of
-from longspan.train.model import DTYPES, meta_model, model_config
+from longspan.train.model import TORCH_DTYPES, meta_model, model_config
 from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep, make_context
 from longspan.train.train_config import TrainConfig
 
-PROPORTIONS = {"vocab_size": 512, "width": 128, "num_layers": 4, "num_heads": 8, "num_kv_heads": 2, "ffn_width": 448}
+PROPORTIONS = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_layers": 4,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "intermediate_size": 448,
+}
 """Those of Llama 3 8B between width, heads and MLP."""
-EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_width": 112}
+EXPERTS = {"num_experts": 4, "top_k": 2, "intermediate_size": 112}
 
 
 @click.command(help=__doc__)
@@ -55,26 +62,31 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "ffn_width": 112}
 @click.option("--accumulation", default=2, show_default=True)
 @click.option("--seq-len", default=1024, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path))
-def main(seq_len: int, accumulation: int, output: Path | None, **parallel: Any) -> None:
-    config = make_config(seq_len, accumulation, parallel)
+def main(seq_len: int, gradient_accumulation_steps: int, output: Path | None, **parallel: Any) -> None:
+    config = make_config(seq_len, gradient_accumulation_steps, parallel)
     rows = launch(traffic_of_step, (config, seq_len), topology_of(config).world)
     Console(width=120).print(_traffic_table(rows))
-    record: dict[str, Any] = {"parallel": parallel, "seq_len": seq_len, "accumulation": accumulation, "traffic": rows}
+    record: dict[str, Any] = {
+        "parallel": parallel,
+        "seq_len": seq_len,
+        "gradient_accumulation_steps": gradient_accumulation_steps,
+        "traffic": rows,
+    }
     if parallel["tp"] * parallel["cp"] > 1 and parallel["ep"] == 1:
         record["activations"] = ratios(config, seq_len)
         Console(width=120).print(_activations_table(record["activations"], config))
     save(output, record)
 
 
-def make_config(seq_len: int, accumulation: int, parallel: dict[str, Any]) -> TrainConfig:
+def make_config(seq_len: int, gradient_accumulation_steps: int, parallel: dict[str, Any]) -> TrainConfig:
     """A small model of Llama 3's proportions on these axes, in fp32."""
-    model = PROPORTIONS | ({"ffn_width": None, "experts": EXPERTS} if parallel["ep"] > 1 else {})
+    model = PROPORTIONS | ({"intermediate_size": None, "experts": EXPERTS} if parallel["ep"] > 1 else {})
     return TrainConfig.model_validate(
         {
-            "data": {"paths": ["/nowhere"], "row_tokens": seq_len},
+            "data": {"paths": ["/nowhere"], "seq_len": seq_len},
             "model": model,
             "parallel": parallel,
-            "accumulation": accumulation,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
         }
     )
 
@@ -85,7 +97,9 @@ def traffic_of_step(config: TrainConfig, seq_len: int) -> list[dict[str, Any]]:
     try:
         step = TrainStep(make_stages(config, meshes), meshes, config)
         place = meshes.topology.coordinates(dist.get_rank())
-        batches = [row_of(config, seq_len, 100 * place["dp"] + micro) for micro in range(config.accumulation)]
+        batches = [
+            row_of(config, seq_len, 100 * place["dp"] + micro) for micro in range(config.gradient_accumulation_steps)
+        ]
         with census(meshes) as traffic:
             step(batches, 0)
         slots = [step.micro(batch).input_ids.shape[1] for batch in batches]
@@ -101,23 +115,23 @@ def traffic_of_step(config: TrainConfig, seq_len: int) -> list[dict[str, Any]]:
 def step_shape(config: TrainConfig, pp_rank: int, slots: list[int]) -> StepShape:
     """What the formulas need to know of a run with one stage a rank, whose micro-batches have these slots on a rank."""
     model, topology = model_config(config), topology_of(config)
-    stages = stage_layers(config, model)
+    stages = stages_of(config, model)
     layers, first, last = stages[pp_rank], pp_rank == 0, pp_rank == len(stages) - 1
     sp, experts = config.parallel.sp and topology.tp > 1, model.experts
-    table = (model.vocab_size // topology.tp, model.width)
+    table = (model.vocab_size // topology.tp, model.hidden_size)
     has_head = last and not (first and model.tie_embeddings)
-    root = [table] * first + [(model.width,)] * last + [table] * has_head
+    root = [table] * first + [(model.hidden_size,)] * last + [table] * has_head
     head_norms = 2 * model.head_dim * model.qk_norm
-    gate = experts.num_experts * model.width if experts else 0
+    gate = experts.num_experts * model.hidden_size if experts else 0
     return StepShape(
         topology,
         sp,
-        model.width,
+        model.hidden_size,
         len(layers),
         tuple(slots),
         units=(*[block_shapes(model, topology.tp)] * len(layers), tuple(root)),
         expert_units=(expert_shapes(model, topology.ep),) * (len(layers) if experts else 0),
-        parts=len(layers) * (head_norms + sp * (2 * model.width + gate)) + model.width * last * sp,
+        parts=len(layers) * (head_norms + sp * (2 * model.hidden_size + gate)) + model.hidden_size * last * sp,
         first=first,
         last=last,
         num_experts=experts.num_experts if experts else 0,
@@ -129,13 +143,13 @@ def step_shape(config: TrainConfig, pp_rank: int, slots: list[int]) -> StepShape
 
 def block_shapes(model: ModelConfig, tp: int) -> tuple[Shape, ...]:
     """Of a block's weights on a rank of tp, experts apart."""
-    E, D = model.width, model.head_dim
+    E, D = model.hidden_size, model.head_dim
     query, kv = model.num_heads * D // tp, model.num_kv_heads * D // tp
     attention: list[Shape] = [(query, E), (kv, E), (kv, E), (E, query), (E,), (E,), *[(D,)] * (2 * model.qk_norm)]
     if model.experts is not None:
         return (*attention, (model.experts.num_experts, E))
-    assert model.ffn_width is not None, "a model has one of the two"
-    ffn = model.ffn_width // tp
+    assert model.intermediate_size is not None, "a model has one of the two"
+    ffn = model.intermediate_size // tp
     return (*attention, (ffn, E), (ffn, E), (E, ffn))
 
 
@@ -143,7 +157,7 @@ def expert_shapes(model: ModelConfig, ep: int) -> tuple[Shape, ...]:
     """Of a layer's experts on a rank of ep."""
     if model.experts is None:
         return ()
-    number, ffn, E = model.experts.num_experts // ep, model.experts.ffn_width, model.width
+    number, ffn, E = model.experts.num_experts // ep, model.experts.intermediate_size, model.hidden_size
     return ((number, 2 * ffn, E), (number, E, ffn))
 
 
@@ -158,8 +172,8 @@ class Activations:
 
 def ratios(config: TrainConfig, seq_len: int) -> dict[str, dict[str, float]]:
     """Saved and peak bytes of a block on the worst rank over those on one rank, with SP and without. Starts ranks."""
-    parallel = config.parallel.model_copy(update={"dp": 1, "pp": 1, "replicas": 1})
-    config = config.model_copy(update={"parallel": parallel, "accumulation": 1})
+    parallel = config.parallel.model_copy(update={"dp": 1, "pp": 1, "dp_replicate": 1})
+    config = config.model_copy(update={"parallel": parallel, "gradient_accumulation_steps": 1})
     one = parallel.model_copy(update={"tp": 1, "cp": 1})
     runs = {"one": one} | {
         "sp" if sp else "no sp": parallel.model_copy(update={"sp": sp})
@@ -234,9 +248,9 @@ def _block_of(
     mask = model.config.mask_names[0]
     with cp.sequence(masks_of(batch, (mask,))) as sequence:
         micro = make_micro(batch, sequence, meshes, config, None, torch.zeros(()))
-    dtype = DTYPES[config.dtype]
+    dtype = TORCH_DTYPES[config.dtype]
     rows = micro.input_ids.shape[1] // (meshes.topology.tp if config.parallel.sp else 1)
-    x = torch.randn(1, rows, model.config.width, dtype=dtype, device=micro.input_ids.device, requires_grad=True)
+    x = torch.randn(1, rows, model.config.hidden_size, dtype=dtype, device=micro.input_ids.device, requires_grad=True)
     cos, sin = rotary_tables(micro.position_ids, model.config, dtype)
     block = model.blocks[0]
     return (lambda: block(x, cos, sin, micro.attend, mask, micro.tokens, None)), (cos, sin)

@@ -23,7 +23,7 @@ from benchmarks.answers import HEAD_DIM, check, inputs, right
 from benchmarks.harness import FOREIGN_LIMIT, Spread, Usage, foreign_share, save
 from benchmarks.nodes import Link, NodesError, transfer, two_nodes
 from longspan import Layout, Mask, attention, plan_attention, record, shard
-from longspan.plan import ROUTES
+from longspan.names import ROUTES
 
 HOP_SHARE = 0.6
 """Of a step's tiles."""

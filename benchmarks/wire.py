@@ -22,7 +22,8 @@ from benchmarks.harness import save
 from benchmarks.nodes import HEADER_BYTES, Link, Nodes, two_nodes
 from longspan import Layout, Mask, attention, plan_attention, shard
 from longspan.errors import SpecError
-from longspan.plan import ROUTES, Phase, Plan
+from longspan.names import ROUTES
+from longspan.plan import Phase, Plan
 
 HEADS = (4, 2)
 EXCESS = 1.03

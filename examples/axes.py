@@ -15,7 +15,9 @@ from longspan.data import Batch
 from longspan.model import Decoder, ModelConfig, apply_tensor_parallel, mean_loss_scale
 from longspan.topology import ModelShape, check_model
 
-config = ModelConfig(vocab_size=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=176, init_std=0.1)
+config = ModelConfig(
+    vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=176, init_std=0.1
+)
 topology = Topology(dp=1, tp=2, cp=2)
 check_model(topology, ModelShape(config.num_layers, config.num_heads, config.num_kv_heads, 176, config.vocab_size))
 meshes = join_world(topology, timedelta(minutes=5), threads=1, device="cpu")
@@ -30,7 +32,7 @@ model.init_weights()  # each rank draws its own part
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 # Slots of a CP shard are cut by tp too, so they are a multiple of it; heads are those that tp leaves to a rank.
-cp = ContextParallel(meshes.data["cp"], heads=(2, 1), slots_multiple_of=2)
+cp = ContextParallel(meshes.data["cp"], heads=(2, 1), pad_to_multiple_of=2)
 batch = Batch.from_documents([list(b"context parallelism, exact, "), list(b"and one command proves it")])
 factor = mean_loss_scale(batch.num_targets, meshes.weights["shard"].size())
 for step in range(2):

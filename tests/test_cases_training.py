@@ -95,7 +95,9 @@ class GivenLosses(nn.Module):
 
     def __init__(self, losses: list[float]) -> None:
         super().__init__()
-        self.config = ModelConfig(vocab_size=8, width=4, num_layers=1, num_heads=1, num_kv_heads=1, ffn_width=4)
+        self.config = ModelConfig(
+            vocab_size=8, hidden_size=4, num_layers=1, num_heads=1, num_kv_heads=1, intermediate_size=4
+        )
         self.part, self.blocks = range(1), []
         self.losses = nn.Parameter(torch.tensor(losses, dtype=torch.float64)[:, None])
 
@@ -173,7 +175,9 @@ def test_mean_over_valid_tokens_in_every_layout(layout: str, wrapper: str) -> No
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
 def test_mean_over_micro_batches_is_weighted_by_tokens(dp: int, cp: int, wrapper: str) -> None:
     """One token of loss 5 and seven of loss 1: 12 / 8 = 1.5, accumulated or on two dp ranks."""
-    config = make_config(parallel__dp=dp, parallel__cp=cp, parallel__wrapper=wrapper, accumulation=2 // dp)
+    config = make_config(
+        parallel__dp=dp, parallel__cp=cp, parallel__wrapper=wrapper, gradient_accumulation_steps=2 // dp
+    )
     rows = [Row((1, 0, 0, 0), first=0), Row((1,) * 7, first=4)]
     losses = [5.0, 9, 9, 9] + [1.0] * 7
     for loss, evaluated, gradient, reported in run_ranks(dp * cp, losses_on_ranks, config, losses, rows):
@@ -187,7 +191,7 @@ def test_evaluation_of_rows_with_few_labels(cp: int) -> None:
     rows = [Row((0, 0, 0, 0, 0, 1, 1, 1), first=0), Row((1, 1, 1, 1, 1), first=8)]
     losses = [99.0] * 5 + [2.0] * 3 + [10.0] * 5
     for loss, evaluated, _, _ in run_ranks(
-        cp, losses_on_ranks, make_config(parallel__cp=cp, accumulation=2), losses, rows
+        cp, losses_on_ranks, make_config(parallel__cp=cp, gradient_accumulation_steps=2), losses, rows
     ):
         assert loss == evaluated == pytest.approx(7.0, rel=1e-15)
 
@@ -236,7 +240,7 @@ def test_gradients_do_not_depend_on_how_the_world_is_divided() -> None:
     rows = [random_row(seed, tokens) for seed, tokens in ((1, 48), (2, 9), (3, 31), (4, 48))]
     want = reference.train(make_config(), [rows])
     for dp, cp in ((2, 2), (4, 1), (1, 1), (1, 4)):
-        config = make_config(dtype="fp32", parallel__dp=dp, parallel__cp=cp, accumulation=4 // dp)
+        config = make_config(dtype="fp32", parallel__dp=dp, parallel__cp=cp, gradient_accumulation_steps=4 // dp)
         for got in run_ranks(dp * cp, gradients_on_ranks, config, rows):
             assert got["loss"] == pytest.approx(want.losses[0], rel=1e-5), (dp, cp)
             assert got["norm"] == pytest.approx(want.norms[0], rel=1e-5), (dp, cp)
@@ -249,11 +253,11 @@ def test_gradients_do_not_depend_on_how_the_world_is_divided() -> None:
 def read_on_ranks(group: Any, rank: int, config: TrainConfig) -> tuple[int, int, list[bytes], list[int]]:
     dp = config.parallel.dp or 1
     loader: Loader = make_loader(config, open_store(config.data), rank // config.parallel.cp, dp)
-    steps = loader.steps_per_epoch(dp, config.accumulation)
+    steps = loader.steps_per_epoch(dp, config.gradient_accumulation_steps)
     epochs, rows = [], []
     for _ in range(steps):
         epochs.append(loader.epoch)
-        rows += [next(loader).digest() for _ in range(config.accumulation)]
+        rows += [next(loader).digest() for _ in range(config.gradient_accumulation_steps)]
     return steps, loader.epoch, rows, epochs
 
 
@@ -263,7 +267,12 @@ def test_steps_of_an_epoch(tmp_path: Any) -> None:
     for number in range(64):
         (tmp_path / "corpus" / f"{number}.txt").write_text(f"{number:031}")
     config = make_config(
-        tmp_path, parallel__dp=2, parallel__cp=2, accumulation=2, data__row_tokens=32, data__heldout_fraction=0.0
+        tmp_path,
+        parallel__dp=2,
+        parallel__cp=2,
+        gradient_accumulation_steps=2,
+        data__seq_len=32,
+        data__heldout_fraction=0.0,
     )
     results = run_ranks(4, read_on_ranks, config)
     assert [(steps, epoch) for steps, epoch, _, _ in results] == [(16, 1)] * 4

@@ -20,7 +20,9 @@ from longspan.train.train_config import TrainConfig
 from longspan.verify.baseline import loss_sum
 from tests.train.tiny import make_config, to_toml, write_corpus
 
-AXES = ModelConfig(vocab_size=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=176, init_std=0.1)
+AXES = ModelConfig(
+    vocab_size=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=176, init_std=0.1
+)
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
 ONE_GPU = os.environ | {
@@ -68,7 +70,7 @@ def test_the_demo_runs_where_there_is_one_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
     commands = [shlex.split(command) for command in re.findall(r"longspan (.+)", demo)]
-    changes = {"run_dir": tmp_path / "run", "data.paths": f"['{write_corpus(tmp_path)}']", "data.row_tokens": 64}
+    changes = {"run_dir": tmp_path / "run", "data.paths": f"['{write_corpus(tmp_path)}']", "data.seq_len": 64}
     words = [
         "--json",
         *(f"--set={name}={value}" for name, value in {"steps": 4, "parallel.threads": 1, **changes}.items()),

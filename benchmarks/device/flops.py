@@ -4,11 +4,11 @@ import torch
 
 from benchmarks.device.rows import Figures
 from longspan.train.flops import peak_flops
-from longspan.train.model import DTYPES
+from longspan.train.model import TORCH_DTYPES
 
 FORWARD, BACKWARD = 4, 10
 """A visible pair, head and dim: two products of matrices; in backward five, one of which computes the scores again."""
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def attention_flops(pairs: int, num_heads: int, head_dim: int) -> int:

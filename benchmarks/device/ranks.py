@@ -21,7 +21,7 @@ from benchmarks.device.case import Case, both
 from benchmarks.device.clock import settle
 from benchmarks.device.rows import Check, Figures, Options
 from longspan import ContextParallel, record
-from longspan.comm import memory
+from longspan.comm import in_memory as memory
 from longspan.comm.gather import stack
 from longspan.comm.groups import RankGroup, rank_and_size
 from longspan.comm.launch import launch

@@ -26,7 +26,7 @@ from longspan.data import Batch
 from longspan.model import Decoder
 from longspan.topology import Topology
 from longspan.train.flops import step_flops
-from longspan.train.model import DTYPES, make_model
+from longspan.train.model import TORCH_DTYPES, make_model
 from longspan.train.optim import LossScale, make_optimizer, update
 from longspan.train.parallel import decoder_of, make_stages
 from longspan.train.step import TrainStep
@@ -37,7 +37,10 @@ Tensor = torch.Tensor
 DEMO = Path(__file__).parent.parent.parent / "examples" / "demo.toml"
 CHECKED = (700, 1, 323)
 """Documents of the row whose gradients are compared: scores in fp64 have to fit."""
-_BIG = "vocab_size=32000 width=1024 num_layers=8 num_heads=16 num_kv_heads=4 ffn_width=2816 qk_norm=false init_std=0.02"
+_BIG = (
+    "vocab_size=32000 hidden_size=1024 num_layers=8 num_heads=16 num_kv_heads=4 intermediate_size=2816 qk_norm=false "
+    "init_std=0.02"
+)
 TRACE = "step-trace.json.gz"
 
 
@@ -131,7 +134,7 @@ def _compare(options: Options, meshes: Meshes) -> tuple[float, Figures]:
     """The error over what it may be and, if that holds, the figures."""
     config = step_config(options)
     ours, device = _train_step(config, meshes)
-    plain = PlainStep(config, device, DTYPES[config.dtype])
+    plain = PlainStep(config, device, TORCH_DTYPES[config.dtype])
     batch = make_batch(config, CHECKED)
     right = PlainStep(config, device, torch.float64).backward(batch)
     ours.backward([batch])
@@ -144,7 +147,7 @@ def _compare(options: Options, meshes: Meshes) -> tuple[float, Figures]:
     row = make_batch(config, _lengths(options))
     runs = {"ours": lambda: ours([row], 0), "sdpa": lambda: plain(row)}
     found = times(runs, device, options.quick)
-    model, dtype = ours.model_config, DTYPES[config.dtype]
+    model, dtype = ours.model_config, TORCH_DTYPES[config.dtype]
     flops = step_flops(model, row.seq_len, model.num_layers * Mask.documents(row.lengths).area)
     return error, {
         "step_ms": found["ours"],

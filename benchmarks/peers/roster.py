@@ -9,7 +9,7 @@ from benchmarks.peers import adapters, kernels
 from benchmarks.peers.adapters import Attend, Build
 from benchmarks.peers.cases import Case
 from longspan import Layout
-from longspan.plan import ROUTES
+from longspan.names import ROUTES
 
 FLASH = "CPU flash operator"
 OURS = "longspan"

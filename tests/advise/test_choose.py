@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from longspan.advise import Costs
+from longspan.advise import Costs, Planner
 from longspan.errors import SpecError
-from longspan.plan import Layout, Mask, plan_attention
+from longspan.plan import Mask, plan_attention
 
 RECORD = asdict(Costs())
 
@@ -54,17 +54,17 @@ def test_speed_between_and_beyond_the_measured_sizes():
 def test_a_document_is_whole_where_its_tokens_take_less_time_than_a_cut():
     costs = Costs(head_dim=64, message_latency=20e-6, tile_overhead=10e-6, tile_speed=((128, 1e13), (1024, 1e14)))
     # 80 us a cut; a token takes 72 x 512^2 / 1e14 = 0.19 us besides, and n of them 3584 n^2 / speed(n) in attention.
-    n = costs.whole_below(8)
+    n = costs.min_split_tokens(8)
     linear, attention = 72 * 512**2 / 1e14, 3.5 * 2 * 512
     assert linear * (n - 1) + attention * (n - 1) ** 2 / costs.speed(n - 1) <= 80e-6
     assert linear * n + attention * n**2 / costs.speed(n) > 80e-6
     assert 300 < n < 420
-    assert replace(costs, message_latency=20e-3).whole_below(8) > 50 * n
-    assert costs.whole_below(64) < n / 8
+    assert replace(costs, message_latency=20e-3).min_split_tokens(8) > 50 * n
+    assert costs.min_split_tokens(64) < n / 8
 
 
 def choose(mask, P, heads, **how):
-    return plan_attention(Layout.zigzag(mask.seq_len, P), mask, "auto", heads, **how)
+    return Planner(P, route="auto", heads=heads, **how).plans({"full": mask})[1]["full"]
 
 
 def test_the_choice_has_a_reason_that_names_the_others():
@@ -126,5 +126,5 @@ def test_hops_take_time_beside_tiles_not_after_them():
         head_dim=64, itemsize=2, message_bandwidth=1024 * 2 * 64 * 2 / c, message_latency=1e-12, tile_overhead=1e-12,
         tile_speed=((1024, 1e12),),
     )  # fmt: skip
-    plan = plan_attention(Layout.contiguous(2048, 2), Mask.full(2048), "auto", costs=costs)
+    plan = Planner(2, "contiguous", "auto", costs=costs).plans({"full": Mask.full(2048)})[1]["full"]
     assert plan.reason.startswith("ring: about 1.88 ms a layer")

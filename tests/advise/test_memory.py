@@ -12,7 +12,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from longspan.advise.memory import Budget, budget_of, shard_sizes
-from longspan.train.axes import topology_of
+from longspan.train.axes import run_shape, topology_of
 from longspan.train.parallel import decoder_of
 from longspan.train.step import TrainStep
 from longspan.train.train_config import TrainConfig
@@ -20,34 +20,35 @@ from tests.ranks import run_ranks
 from tests.train.tiny import make_config, make_step, numbered_batch
 
 MODEL = {
-    "vocab_size": 64, "width": 20, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "ffn_width": 24,
+    "vocab_size": 64, "hidden_size": 20, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6,
+    "intermediate_size": 24,
     "init_std": 0.3,
 }  # fmt: skip
 EXPERTS = {
-    "num_experts": 4, "top_k": 2, "ffn_width": 10, "shared_ffn_width": 8, "balance": 0.1,
+    "num_experts": 4, "top_k": 2, "intermediate_size": 10, "shared_intermediate_size": 8, "balance": 0.1,
 }  # fmt: skip
-PP = {"parallel__pp": 2, "accumulation": 2}
+PP = {"parallel__pp": 2, "gradient_accumulation_steps": 2}
 
 
 def budget_config(**changes: Any) -> TrainConfig:
     model = {**MODEL, **changes.pop("model", {})}
     if model.get("experts"):
-        del model["ffn_width"]
-    return make_config(**{"model": model, "data__row_tokens": 32, "dtype": "fp32", **changes})
+        del model["intermediate_size"]
+    return make_config(**{"model": model, "data__seq_len": 32, "dtype": "fp32", **changes})
 
 
 def expect(config: TrainConfig) -> Budget:
     assert config.model is not None
-    return budget_of(config, config.model, topology_of(config))
+    return budget_of(run_shape(config, config.model))
 
 
 def run_step(config: TrainConfig, step: TrainStep, rank: int, index: int = 0) -> None:
     """One step at the full length, on rows of one document."""
     torch.set_num_threads(1)
-    topology, tokens = topology_of(config), config.data.row_tokens
+    topology, tokens = topology_of(config), config.data.seq_len
     place = topology.coordinates(rank)["dp"]
     ids = np.random.default_rng(place).integers(0, 64, tokens).tolist()
-    rows = [numbered_batch([(ids, [1] * tokens)], place * tokens) for _ in range(config.accumulation)]
+    rows = [numbered_batch([(ids, [1] * tokens)], place * tokens) for _ in range(config.gradient_accumulation_steps)]
     step(rows, index)
 
 
@@ -78,11 +79,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "cp3, uneven": {"parallel__cp": 3},
     "dp3, uneven, qk-norm, bf16": {"parallel__dp": 3, "dtype": "bf16", "model": {"qk_norm": True}},
     "ddp": {"parallel__cp": 2, "parallel__wrapper": "ddp", "dtype": "fp64"},
-    "hsdp": {"parallel__dp": 2, "parallel__cp": 2, "parallel__replicas": 2},
+    "hsdp": {"parallel__dp": 2, "parallel__cp": 2, "parallel__dp_replicate": 2},
     "tp2, tied": {"parallel__tp": 2, "model": {"tie_embeddings": True}},
     "pp2, tied, bf16": {**PP, "dtype": "bf16", "model": {"tie_embeddings": True}},
     "cp2pp2, interleaved": {**PP, "parallel__cp": 2, "parallel__schedule": "interleaved"},
-    "pp3, uneven layers": {"parallel__pp": 3, "accumulation": 3},
+    "pp3, uneven layers": {"parallel__pp": 3, "gradient_accumulation_steps": 3},
     "tp2dp2pp2": {**PP, "parallel__tp": 2, "parallel__dp": 2},
     "experts, cp2ep2": {"parallel__cp": 2, "parallel__ep": 2, "model": {"experts": EXPERTS}},
     "experts, tp2dp3ep2, more ranks than experts": {
@@ -98,7 +99,7 @@ def test_parameters_gradients_and_moments_are_exact(run: str) -> None:
     topology, budget = topology_of(config), expect(config)
     ranks = run_ranks(topology.world, held_after_a_step, config)
     for rank, (elements, _) in enumerate(ranks):
-        assert shard_sizes(config, config.model, topology, rank) == elements, rank
+        assert shard_sizes(run_shape(config, config.model), rank) == elements, rank
     for stage in budget.stages:
         elements, sizes = ranks[stage.first_rank]
         assert stage.num_parameters == sum(elements.values())
@@ -111,13 +112,13 @@ def test_shards_by_hand() -> None:
     """Width 20 over 3 ranks: rows 7, 7, 6; a head of 64: 22, 22, 20; experts 2 on each ep rank, over edp 3: 1, 1, none."""
     config = budget_config(parallel__dp=3)
     assert config.model is not None
-    sizes = [shard_sizes(config, config.model, topology_of(config), rank) for rank in range(3)]
+    sizes = [shard_sizes(run_shape(config, config.model), rank) for rank in range(3)]
     assert [size["norm.weight"] for size in sizes] == [7, 7, 6]
     assert [size["lm_head.weight"] for size in sizes] == [22 * 20, 22 * 20, 20 * 20]
     config = budget_config(parallel__dp=3, parallel__tp=2, parallel__ep=2, model={"experts": EXPERTS})
     assert config.model is not None
     place = [topology_of(config).coordinates(rank)["edp"] for rank in range(6)]
-    sizes = [shard_sizes(config, config.model, topology_of(config), rank) for rank in range(6)]
+    sizes = [shard_sizes(run_shape(config, config.model), rank) for rank in range(6)]
     down = {edp: size["layers.0.mlp.experts.down_proj"] for edp, size in zip(place, sizes, strict=True)}
     assert down == {0: 20 * 10, 1: 20 * 10, 2: 0}
 
@@ -126,7 +127,7 @@ def test_all_shards_make_the_model() -> None:
     """DDP aside, every element of a stage is on exactly one of the ranks of a replica and of a TP group's cut parts."""
     config = budget_config(parallel__dp=3, parallel__cp=2)
     assert config.model is not None
-    total = sum(sum(shard_sizes(config, config.model, topology_of(config), rank).values()) for rank in range(6))
+    total = sum(sum(shard_sizes(run_shape(config, config.model), rank).values()) for rank in range(6))
     assert total == config.model.num_parameters
 
 
@@ -190,17 +191,17 @@ def gathered_in_a_step(group: Any, rank: int, config: TrainConfig) -> tuple[int,
 def test_a_pipeline_and_several_micro_batches_hold_whole_weights_and_gradients() -> None:
     """Exactly those of the rank's stages; without either, no more than ends and two blocks, and of gradients one."""
     for changes in ({"dtype": "bf16"}, {"parallel__schedule": "interleaved"}):
-        config = budget_config(parallel__pp=2, accumulation=4, **changes)
+        config = budget_config(parallel__pp=2, gradient_accumulation_steps=4, **changes)
         itemsize = 2 if config.dtype == "bf16" else 4
         ranks = run_ranks(2, gathered_in_a_step, config)
         told = [(stage.gathered, stage.unreduced) for stage in expect(config).stages]
         assert [(elements * itemsize, waiting) for elements, waiting in ranks] == told
-    config = budget_config(parallel__dp=2, accumulation=2, dtype="bf16")
+    config = budget_config(parallel__dp=2, gradient_accumulation_steps=2, dtype="bf16")
     (stage,) = expect(config).stages
     for elements, waiting in run_ranks(2, gathered_in_a_step, config):
         assert waiting == stage.unreduced
         assert elements * 2 <= stage.gathered
-    for changes in ({}, {"accumulation": 2, "parallel__defer_reduction": False}):
+    for changes in ({}, {"gradient_accumulation_steps": 2, "parallel__defer_reduction": False}):
         config = budget_config(parallel__dp=2, **changes)
         (stage,) = expect(config).stages
         for elements, waiting in run_ranks(2, gathered_in_a_step, config):
@@ -213,11 +214,11 @@ def test_a_pipeline_and_several_micro_batches_hold_whole_weights_and_gradients()
 
 def test_counts_of_a_step() -> None:
     config = budget_config(
-        parallel__tp=2, parallel__cp=2, parallel__dp=2, parallel__pp=2, accumulation=2, rows_per_batch=3,
-        data__row_tokens=33,
+        parallel__tp=2, parallel__cp=2, parallel__dp=2, parallel__pp=2, gradient_accumulation_steps=2, micro_batch_size=3,
+        data__seq_len=33,
     )  # fmt: skip
     budget = expect(config)
-    assert (budget.global_batch, budget.micro_batches, budget.row_tokens) == (12, 2, 33)
+    assert (budget.global_batch, budget.micro_batches, budget.seq_len) == (12, 2, 33)
     assert (budget.slots, budget.tokens) == (50, 50)  # 99 tokens over 2 ranks: 50 and 49, in slots that tp divides
     assert [(stage.pp_rank, stage.first_rank, stage.layers) for stage in budget.stages] == [
         (0, 0, (0, 1)),

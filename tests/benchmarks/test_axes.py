@@ -37,7 +37,7 @@ def test_the_table_and_the_record(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"tie_embeddings": True}, {"qk_norm": True}, {"experts": EXPERTS, "ffn_width": None}]
+    "changes", [{}, {"tie_embeddings": True}, {"qk_norm": True}, {"experts": EXPERTS, "intermediate_size": None}]
 )
 def test_shapes_are_those_of_the_model(changes):
     model = PROPORTIONS | changes

@@ -16,7 +16,7 @@ from tests.train.tiny import make_config, to_toml, write_corpus
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_corpus(tmp_path)
-    config = make_config(tmp_path, data__packing="fit", data__row_tokens=64, parallel__cp=3)
+    config = make_config(tmp_path, data__packing="fit", data__seq_len=64, parallel__cp=3)
     (tmp_path / "run.toml").write_text(to_toml(config))
     return tmp_path
 
@@ -120,7 +120,7 @@ def test_a_file_that_is_there_stays(folder: Path) -> None:
 def test_what_cannot_be_packed_is_refused_before_the_corpus_is_read(
     folder: Path, words: tuple[str, ...], error: str
 ) -> None:
-    with patch("longspan.data.pack.open_store") as opened:
+    with patch("longspan.train.pack_run.open_store") as opened:
         result = run(folder, *(word.replace("{folder}", str(folder)) for word in words))
     opened.assert_not_called()
     assert (result.exit_code, result.stdout) == (2, "")

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from longspan.advise import Costs
+from longspan.advise import Costs, Planner
 from longspan.cli.plan import parse_tokens, plan
 from longspan.errors import SpecError
-from longspan.plan import ROUTES, Layout, Mask, plan_attention
+from longspan.names import ROUTES
+from longspan.plan import Layout, Mask, plan_attention
 from longspan.report import describe, describe_topology
 from longspan.topology import Topology
 
@@ -120,17 +121,17 @@ def test_errors(words: tuple[str, ...], stderr: str) -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route(route: str) -> None:
     inner = 2 if "-" in route or route == "usp" else None
-    words = ("--seq-len", "96", "--cp", "4", "--heads", "8/2", "--route", route, "--wire-dtype", "fp8")
-    made = plan_attention(Layout.zigzag(96, 4), Mask.causal(96), route, (8, 2), inner, wire_dtype="fp8")
+    words = ("--seq-len", "96", "--cp", "4", "--heads", "8/2", "--route", route, "--comm-dtype", "fp8")
+    made = plan_attention(Layout.zigzag(96, 4), Mask.causal(96), route, (8, 2), inner, comm_dtype="fp8")
     data = record(*words, *(("--inner", "2") if inner else ()))
     assert data == json.loads(describe(made, 128, 2).to_json())
-    assert (data["route"], data["inner"], data["wire_dtype"], data["reason"]) == (route, inner, "fp8", "")
+    assert (data["route"], data["inner"], data["comm_dtype"], data["reason"]) == (route, inner, "fp8", "")
 
 
 def test_auto_says_why_in_the_table_and_the_record(tmp_path: Path) -> None:
     words = ("--seq-len", "8k", "--cp", "8", "--heads", "32/8", "--route", "auto")
     layout, mask = Layout.zigzag(8192, 8), Mask.causal(8192)
-    made = plan_attention(layout, mask, "auto", (32, 8))
+    made = Planner(8, route="auto", heads=(32, 8)).plan(layout, mask)
     data = record(*words)
     assert (data["route"], data["reason"]) == (made.route, made.reason)
     table = run(*words).stdout
@@ -140,15 +141,15 @@ def test_auto_says_why_in_the_table_and_the_record(tmp_path: Path) -> None:
     costs = Costs(node_bandwidth=1e9, all_to_all_bandwidth=1e8, source="measured between 8 ranks")
     costs.save(tmp_path / "costs.json")
     data = record(*words, "--costs", str(tmp_path / "costs.json"), "--ranks-per-node", "4")
-    made = plan_attention(layout, mask, "auto", (32, 8), ranks_per_node=4, costs=costs)
+    made = Planner(8, route="auto", heads=(32, 8), ranks_per_node=4, costs=costs).plan(layout, mask)
     assert (data["route"], data["reason"]) == (made.route, made.reason)
     assert data["reason"].endswith("(measured between 8 ranks)")
 
 
 def test_usp_that_is_a_ring_says_so() -> None:
     words = ("--seq-len", "96", "--cp", "4", "--heads", "9/3", "--route", "usp")
-    assert (record(*words)["inner"], record(*words)["reason"]) == (1, "inner 1: a ring, no heads are exchanged")
-    assert "\ninner 1: a ring, no heads are exchanged\n" in "\n".join(map(str.rstrip, run(*words).stdout.splitlines()))
+    assert (record(*words)["inner"], record(*words)["reason"]) == (1, "inner 1: ring, no heads are exchanged")
+    assert "\ninner 1: ring, no heads are exchanged\n" in "\n".join(map(str.rstrip, run(*words).stdout.splitlines()))
 
 
 def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
@@ -219,7 +220,7 @@ def test_what_a_route_refuses(
     assert (result.exit_code, result.stdout, result.stderr) == (2, "", stderr)
 
 
-@pytest.mark.parametrize("words", [("--wire-dtype", "int8"), ("--tp", "0"), ("--ranks-per-node", "0")])
+@pytest.mark.parametrize("words", [("--comm-dtype", "int8"), ("--tp", "0"), ("--ranks-per-node", "0")])
 def test_values_that_an_option_does_not_take(words: tuple[str, ...]) -> None:
     result = run("--cp", "4", "--seq-len", "8k", *words)
     assert result.exit_code == 2
@@ -257,7 +258,7 @@ EXAMPLE = ("--world", "16", "--tp", "2", "--cp", "2", "--pp", "2")
 def test_groups_of_a_world() -> None:
     data = record(*EXAMPLE)
     assert (data["world"], data["order"], data["warnings"]) == (16, "tp-cp-ep-dp-pp", [])
-    assert data["degrees"] == {"dp": 2, "tp": 2, "pp": 2, "cp": 2, "ep": 1, "etp": 1, "edp": 8, "replicas": 1}
+    assert data["degrees"] == {"dp": 2, "tp": 2, "pp": 2, "cp": 2, "ep": 1, "edp": 8, "dp_replicate": 1}
     assert data["nodes"] == [list(range(8)), list(range(8, 16))]
     assert data["groups"] == {
         "tp": [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]],
@@ -279,9 +280,9 @@ def test_groups_of_a_world() -> None:
 
 
 def test_every_option_of_a_world() -> None:
-    words = ("--world", "32", "--dp", "4", "--tp", "2", "--pp", "2", "--cp", "2", "--ep", "4", "--etp", "2")
-    words += ("--replicas", "2", "--order", "cp-tp-ep-dp-pp", "--ranks-per-node", "4", "--domain", "2")
-    topology = Topology(4, tp=2, pp=2, cp=2, ep=4, etp=2, replicas=2, order="cp-tp-ep-dp-pp")
+    words = ("--world", "32", "--dp", "4", "--tp", "2", "--pp", "2", "--cp", "2", "--ep", "4")
+    words += ("--dp-replicate", "2", "--order", "cp-tp-ep-dp-pp", "--ranks-per-node", "4", "--domain", "2")
+    topology = Topology(4, tp=2, pp=2, cp=2, ep=4, dp_replicate=2, order="cp-tp-ep-dp-pp")
     assert record(*words) == json.loads(describe_topology(topology, 4, 2).to_json())
 
 
@@ -353,4 +354,4 @@ def test_a_world_starts_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stderr == "[]\n"
-    assert done.stdout.startswith("1,024 ranks: dp 32 x tp 8 x pp 1 x cp 4, ep 16 x etp 1 x edp 64 a stage\n")
+    assert done.stdout.startswith("1,024 ranks: dp 32 x tp 8 x pp 1 x cp 4, ep 16 x edp 64 a stage\n")

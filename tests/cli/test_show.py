@@ -11,10 +11,10 @@ from pydantic import BaseModel, Field
 
 from longspan.cli.exits import friendly
 from longspan.cli.show import show
-from longspan.data.pack import pack as write_packs
 from longspan.data.pack import report_of
 from longspan.errors import CommError
 from longspan.report.words import short_count
+from longspan.train.pack_run import pack_run as write_packs
 from longspan.train.train_config import PackConfig
 from tests.train.tiny import make_config, write_corpus
 
@@ -30,7 +30,7 @@ def test_draws_on_stdout() -> None:
 
 
 def test_draws_groups_where_heads_are_exchanged() -> None:
-    words = ["--seq-len", "8k", "--cp", "4", "--heads", "8/8", "--route", "usp", "--inner", "2", "--wire-dtype", "bf16"]
+    words = ["--seq-len", "8k", "--cp", "4", "--heads", "8/8", "--route", "usp", "--inner", "2", "--comm-dtype", "bf16"]
     result = CliRunner().invoke(show, words)
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
@@ -70,7 +70,7 @@ def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def manifest(tmp_path: Path) -> Path:
     write_corpus(tmp_path)
     config = PackConfig.model_validate(
-        make_config(tmp_path, data__row_tokens=200, data__packing="fit", parallel__cp=4).model_dump(exclude_unset=True)
+        make_config(tmp_path, data__seq_len=200, data__packing="fit", parallel__cp=4).model_dump(exclude_unset=True)
     )
     write_packs(config, tmp_path / "rows.parquet")
     return tmp_path / "rows.parquet"

@@ -83,7 +83,7 @@ CORRECT = "correct them in the configuration file or with --set name=value"
             "error: {scratch}/bad.toml is not TOML: Expected ']' at the end of a table declaration (at line 1, column 6)",
             "correct the file; its keys are those of TrainConfig",
         ),
-        (no_key, NOT_VALID + "data.row_tokens: is missing", CORRECT),
+        (no_key, NOT_VALID + "data.seq_len: is missing", CORRECT),
         (setting("parallel.cpp=2"), NOT_VALID + "parallel.cpp: is not a key that is known", CORRECT),
         (
             setting("parallel.cp=0"),
@@ -150,7 +150,7 @@ CORRECT = "correct them in the configuration file or with --set name=value"
         (
             setting("parallel.tp=2"),
             "error: tp=2 does not divide 1 KV heads",
-            "tp divides heads, ffn_width and vocab_size: set it to 1",
+            "tp divides heads, intermediate_size and vocab_size: set it to 1",
         ),
     ],
 )
@@ -274,7 +274,7 @@ def wide_as_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
-FOUR_AXES = ("parallel.tp=2", "parallel.dp=2", "parallel.pp=2", "accumulation=2", "model.num_kv_heads=2")
+FOUR_AXES = ("parallel.tp=2", "parallel.dp=2", "parallel.pp=2", "gradient_accumulation_steps=2", "model.num_kv_heads=2")
 
 
 @pytest.mark.usefixtures("wide_as_a_terminal")

@@ -38,7 +38,7 @@ def run(*words: object) -> Result:
 
 def verdict(passed: bool = True, **changes: Any) -> Verdict:
     values: dict[str, Any] = {
-        "cp": 2, "layout": "zigzag", "route": "ring", "dtype": "bf16", "wire_dtype": None,
+        "cp": 2, "layout": "zigzag", "route": "ring", "dtype": "bf16", "comm_dtype": None,
         "loss": 5.5, "grad_norm": 1.5, "loss_error": 1e-4,
         "loss_tolerance": 2e-3, "norm_error": 3e-4, "norm_tolerance": 4e-3, "worst_gradient": "norm.weight",
         "gradient_error": 5e-3, "gradient_tolerance": 6e-3, "drift": [1e-5, 2e-5], "inputs_equal": True, "passed": passed,
@@ -96,7 +96,7 @@ def test_json(folder: Path) -> None:
     assert told["passed"] is True
     assert [sorted(case) for case in told["cases"]] == [sorted(field.name for field in fields(Verdict))] * 2
     types = {
-        "cp": int, "layout": str, "route": str, "dtype": str, "wire_dtype": type(None),
+        "cp": int, "layout": str, "route": str, "dtype": str, "comm_dtype": type(None),
         "worst_gradient": str, "drift": list, "inputs_equal": bool, "passed": bool,
     }  # fmt: skip
     for case, cp in zip(told["cases"], (2, 4), strict=True):
@@ -109,7 +109,7 @@ def test_table_and_exit_code_of_a_failure(folder: Path) -> None:
         verdict(),
         verdict(False, dtype="fp64"),
         verdict(False, cp=4, inputs_equal=False),
-        verdict(wire_dtype="fp8"),
+        verdict(comm_dtype="fp8"),
     ]
     with patch("longspan.cli.verify.run_verification", return_value=made):
         result = run(folder / "run.toml", "--quiet")
@@ -125,7 +125,7 @@ def test_table_and_exit_code_of_a_failure(folder: Path) -> None:
 
 
 def test_what_rounds_on_the_wire_is_not_called_equal(folder: Path) -> None:
-    made = [verdict(wire_dtype="fp8"), verdict(wire_dtype="bf16")]
+    made = [verdict(comm_dtype="fp8"), verdict(comm_dtype="bf16")]
     with patch("longspan.cli.verify.run_verification", return_value=made):
         result = run(folder / "run.toml", "--quiet")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -205,7 +205,7 @@ def test_a_cut_run_is_verified_and_says_what_was_cut(folder: Path, fault: str) -
     with patch("longspan.verify.run.launch", launch):
         result = run(folder / "run.toml", *CUT)
     assert result.exit_code == (0 if fault == "nothing" else 1), result.stderr
-    assert [(config.model.windows, config.data.row_tokens) for config in ran] == [((None, 9), 32)] * 2
+    assert [(config.model.windows, config.data.seq_len) for config in ran] == [((None, 9), 32)] * 2
     assert result.stdout.splitlines()[-1] == (
         f"{int(fault == 'nothing')} of 1 cases equal cp=1; cut to 2 of 5 layers and 32 of 48 tokens a row"
     )
@@ -217,7 +217,7 @@ def test_json_says_what_was_cut(folder: Path) -> None:
         whole = run(folder / "run.toml", "--json")
     assert (verification.call_args_list[0].args[1].layers, verification.call_args_list[0].args[1].tokens) == (2, 32)
     assert json.loads(result.stdout)["cut"] == {
-        "layers": {"verified": 2, "of": 5}, "row_tokens": {"verified": 32, "of": 48},
+        "layers": {"verified": 2, "of": 5}, "seq_len": {"verified": 32, "of": 48},
     }  # fmt: skip
     assert json.loads(whole.stdout)["cut"] == {}
 

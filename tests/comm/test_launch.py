@@ -191,8 +191,8 @@ def test_an_interrupt_ends_all_ranks_and_is_one_line(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
         f'run_dir = "{tmp_path}/run"\nsteps = 100000\n[data]\npaths = ["{tmp_path}/text.txt", "{tmp_path}/other.txt"]\n'
-        f'row_tokens = 64\ncache_dir = "{tmp_path}/cache"\n[parallel]\ncp = 2\n'
-        "[model]\nvocab_size = 256\nwidth = 16\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nffn_width = 32\n"
+        f'seq_len = 64\ncache_dir = "{tmp_path}/cache"\n[parallel]\ncp = 2\n'
+        "[model]\nvocab_size = 256\nhidden_size = 16\nnum_layers = 1\nnum_heads = 2\nnum_kv_heads = 1\nintermediate_size = 32\n"
     )
     command = [sys.executable, "-m", "longspan.cli.main", "train", str(config), "--quiet"]
     process = subprocess.Popen(

@@ -46,8 +46,8 @@ def groups_on_ranks(group: Any, rank: int, topology: Topology) -> dict[str, tupl
         Topology(dp=2, tp=2, pp=2),
         Topology(dp=2, cp=2, pp=2, order="pp-dp-ep-cp-tp"),
         Topology(dp=2, cp=2, tp=2, order="dp-cp-tp-ep-pp"),
-        Topology(dp=4, cp=2, replicas=2),
-        Topology(dp=4, cp=2, replicas=2, order="cp-dp-ep-tp-pp"),
+        Topology(dp=4, cp=2, dp_replicate=2),
+        Topology(dp=4, cp=2, dp_replicate=2, order="cp-dp-ep-tp-pp"),
         Topology(dp=1, cp=2, pp=4),
         Topology(dp=2, cp=2, pp=2, ep=4),
         Topology(dp=2, cp=2, tp=2, ep=2),
@@ -84,7 +84,7 @@ def timeouts_on_ranks(group: Any, rank: int, topology: Topology) -> dict[str, fl
 
 
 @pytest.mark.parametrize(
-    "topology", [Topology(dp=2, tp=2, cp=2, ep=2, replicas=2), Topology(dp=1, cp=2, pp=4)], ids=str
+    "topology", [Topology(dp=2, tp=2, cp=2, ep=2, dp_replicate=2), Topology(dp=1, cp=2, pp=4)], ids=str
 )
 def test_every_group_has_the_timeout_of_the_world(topology: Topology) -> None:
     """`run_ranks` gives the world 60 s; torch's default is 1,800."""

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from longspan.comm.sharding import shard
 from longspan.comm.traffic import record
 from longspan.cp.attention import attention
-from longspan.plan import LAYOUTS, Layout, Mask, Plan, plan_attention
+from longspan.names import LAYOUTS
+from longspan.plan import Layout, Mask, Plan, plan_attention
 from tests.oracle import Answer, Inputs, dense_attention, make_inputs, relative_error
 from tests.plan.strategies import carries
 from tests.ranks import run_threads, share_out

@@ -9,7 +9,7 @@ from longspan.data import positions
 from longspan.model import Decoder, ModelConfig
 from tests.ranks import run_ranks
 
-CONFIG = ModelConfig(vocab_size=64, width=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_width=64)
+CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=64)
 BATCHES = [
     lengths
     for S in (16, 17, 20)
@@ -31,7 +31,7 @@ def _compiled(group, rank, layout, route, backend, recompute):
     model = Decoder(CONFIG, recompute=recompute).double()
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=False)
-    cp = ContextParallel(group, layout=layout, route=route, heads=(4, 2), slots_multiple_of=12)
+    cp = ContextParallel(group, layout=layout, route=route, heads=(4, 2), pad_to_multiple_of=12)
     worst = 0.0
     for lengths in BATCHES:
         ids = torch.arange(sum(lengths))[None] * 7 % 64

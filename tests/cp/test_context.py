@@ -23,8 +23,8 @@ def opened(cp, mask, ids=None):
     ("how", "text"),
     [
         (
-            {"wire_dtype": torch.float16},
-            "wire_dtype 'torch.float16' is not known\n\n"
+            {"comm_dtype": torch.float16},
+            "comm_dtype 'torch.float16' is not known\n\n"
             "hint: choose one of bf16, fp8, or leave it out to send rows as they are",
         ),
         (
@@ -49,7 +49,7 @@ def opened(cp, mask, ids=None):
             {"heads": (9, 2)},
             "9 query heads are not divisible by 2 KV heads\n\nhint: KV heads may be one of 1, 3, 9",
         ),
-        ({"slots_multiple_of": 0}, "slots_multiple_of=0 must be at least 1"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0 must be at least 1"),
     ],
 )
 def test_refused_when_it_is_made(how, text):
@@ -132,7 +132,7 @@ def test_an_unknown_kernel():
 
 
 def _shards(group, rank):
-    cp = ContextParallel(group, slots_multiple_of=3)
+    cp = ContextParallel(group, pad_to_multiple_of=3)
     sequence = opened(cp, Mask.documents([4, 4]))
     ids = torch.arange(8)[None] + 10
     local = sequence.shard(
@@ -176,7 +176,7 @@ def test_shard_fills_dead_slots_by_name():
 
 def test_slots_are_a_multiple():
     for multiple, slots in ((None, [3, 4]), (1, [4, 4]), (4, [4, 4]), (5, [5, 5]), (64, [64, 64])):
-        cp = ContextParallel(None, slots_multiple_of=multiple)
+        cp = ContextParallel(None, pad_to_multiple_of=multiple)
         cp.size = 2
         layout = cp.layout_for({"full": Mask.causal(7)})
         assert [layout.num_slots(rank) for rank in range(2)] == slots
@@ -360,12 +360,12 @@ def _rounded(group, rank):
     inputs, mask = make_inputs(S, heads, dim=16, dtype=torch.float32), Mask.documents([25, 15])
     found = {}
     for route in ("ring", "exchange", "ulysses", "usp"):
-        for wire_dtype in (None, torch.bfloat16, "fp8"):
-            cp = ContextParallel(group, route=route, heads=heads, wire_dtype=wire_dtype)
+        for comm_dtype in (None, torch.bfloat16, "fp8"):
+            cp = ContextParallel(group, route=route, heads=heads, comm_dtype=comm_dtype)
             with cp.sequence(mask) as sequence, record() as calls:
                 local = sequence.shard({"q": inputs.q, "k": inputs.k, "v": inputs.v}, dim=2)
                 out = sequence.unshard(sequence.attention(*local.values()), dim=2)
-            found[route, cp.wire_dtype] = relative_error(out, dense_attention(inputs, mask).out), calls[0].bytes_sent
+            found[route, cp.comm_dtype] = relative_error(out, dense_attention(inputs, mask).out), calls[0].bytes_sent
             assert calls[0].bytes_sent == sequence.plans["full"].bytes(rank, "forward", 16, 4)
     return found
 

@@ -159,13 +159,13 @@ def test_a_ring_without_its_idle_stages_is_caught():
 
 
 @pytest.mark.parametrize("route", [*ROWS_MOVE, "ulysses", "usp", "ulysses-ring"])
-@pytest.mark.parametrize("wire_dtype", [None, "bf16"])
-def test_every_buffer_is_on_the_device(route, wire_dtype):
+@pytest.mark.parametrize("comm_dtype", [None, "bf16"])
+def test_every_buffer_is_on_the_device(route, comm_dtype):
     """The executor on tensors of another device than the CPU's, over a transport that refuses all others: a rank that has
     nothing to send gives an empty buffer there too, of the type of the others' messages."""
     heads, mask = (8, 4), Mask.documents([3, 9, 1, 4])
     plan = plan_attention(
-        Layout.zigzag(17, 4), mask, route, heads, 2 if "usp" in route or "-" in route else None, wire_dtype=wire_dtype
+        Layout.zigzag(17, 4), mask, route, heads, 2 if "usp" in route or "-" in route else None, comm_dtype=comm_dtype
     )
     assert run_threads(4, _on_meta, plan, heads, device="meta") == [True] * 4
 

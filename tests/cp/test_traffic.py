@@ -168,8 +168,10 @@ def test_messages_and_kernel_calls_are_those_of_the_plan(P, dtype):
             assert [row.pairs for row in rows] == [plan.area(rank) for rank in range(P)], place
             assert sum(row.sent for row in rows) == sum(row.received for row in rows), place
             if plan.degrees.heads == 1 and phase == "forward":
-                width = 2 * 2 * heads[1] * 8 * dtype.itemsize
-                assert [row.received for row in rows] == [plan.rows_received(rank) * width for rank in range(P)], place
+                hidden_size = 2 * 2 * heads[1] * 8 * dtype.itemsize
+                assert [row.received for row in rows] == [
+                    plan.rows_received(rank) * hidden_size for rank in range(P)
+                ], place
 
 
 def _whole_documents(group, rank, routes):

@@ -64,7 +64,7 @@ class Layer:
         return {"y": y.detach(), **gradients}
 
 
-def _layer(group, rank, layout, mask, heads, stage, bias, wire_dtype=None):
+def _layer(group, rank, layout, mask, heads, stage, bias, comm_dtype=None):
     layer, B, S = Layer(heads, bias), 2, mask.seq_len
     generator = torch.Generator().manual_seed(1)
     x, dy = (torch.randn(B, S, E, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -188,9 +188,9 @@ def _largest(group, rank, stage):
     """The largest piece of memory that forward and backward ask for, in units of `(T, E)`."""
     S, heads, dim = 4096, (16, 16), 32
     plan = plan_attention(Layout.zigzag(S, 2), Mask.causal(S), "upipe", heads)
-    width, T = heads[0] * dim, S // 2
-    module = UpipeAttention(width, *heads, stage)
-    x, dy = (torch.randn(1, T, width) for _ in range(2))
+    hidden_size, T = heads[0] * dim, S // 2
+    module = UpipeAttention(hidden_size, *heads, stage)
+    x, dy = (torch.randn(1, T, hidden_size) for _ in range(2))
     x.requires_grad_()
     module(x, plan, group).backward(dy)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -213,10 +213,10 @@ def test_nothing_of_full_head_width_exists_but_the_output():
 
 def _precision(group, rank, dtype):
     S, heads, dim = 96, (16, 4), 16
-    width = heads[0] * dim
+    hidden_size = heads[0] * dim
     torch.manual_seed(0)
-    module = UpipeAttention(width, *heads, 2).double()
-    x = torch.randn(1, S, width, dtype=torch.float64)
+    module = UpipeAttention(hidden_size, *heads, 2).double()
+    x = torch.randn(1, S, hidden_size, dtype=torch.float64)
     plan = plan_attention(Layout.zigzag(S, 2), Mask.causal(S), "upipe", heads)
 
     def plain(x, weights):

@@ -50,7 +50,7 @@ MICROS = 2
 @functools.cache
 def trained(name: str) -> tuple[TrainConfig, list[Trained]]:
     """Three steps on two ranks of a CP group, in fp64."""
-    config = make_config(parallel__cp=2, parallel__kernel="reference", accumulation=MICROS, **RUNS[name])
+    config = make_config(parallel__cp=2, parallel__kernel="reference", gradient_accumulation_steps=MICROS, **RUNS[name])
     with tempfile.TemporaryDirectory() as folder:
         return config, run_ranks(2, _train, f"{folder}/store", config, rows_of(MICROS))
 
@@ -113,13 +113,13 @@ def world_of_one() -> Iterator[None]:
 
 def tiny(num_layers: int = 2, **changes: Any) -> TrainConfig:
     """In bf16, which the flash kernel takes."""
-    model = {"model__width": 32, "model__num_heads": 4, "model__num_kv_heads": 2, "model__num_layers": num_layers}
+    model = {"model__hidden_size": 32, "model__num_heads": 4, "model__num_kv_heads": 2, "model__num_layers": num_layers}
     return make_config(dtype="bf16", **model, **changes)
 
 
 def second_step(micros: int) -> Ledger:
     """What the second step of so many micro-batches does; the first makes what is kept. Every row has other documents."""
-    step = make_cuda_step(tiny(accumulation=micros))
+    step = make_cuda_step(tiny(gradient_accumulation_steps=micros))
     for index in range(2):
         batches = [make_batch(random_row(10 * index + micro, TOKENS)) for micro in range(micros)]
         with stand_in() as ledger:

@@ -10,7 +10,7 @@ from longspan.data import DataConfig, FitConfig
 
 
 def test_defaults():
-    config = DataConfig(paths=["a.txt"], row_tokens=64)
+    config = DataConfig(paths=["a.txt"], seq_len=64)
     assert config.paths == ("a.txt",)
     assert config.cache_dir == Path(tempfile.gettempdir()) / "longspan"
     assert (config.tokenizer, config.heldout_fraction, config.seed, config.shuffle) == ("bytes", 0.02, 0, True)
@@ -20,8 +20,8 @@ def test_defaults():
     "wrong",
     [
         {"paths": []},
-        {"row_tokens": 0},
-        {"row_tokens": "many"},
+        {"seq_len": 0},
+        {"seq_len": "many"},
         {"suffixes": ["py"]},
         {"heldout_fraction": 1.0},
         {"heldout_fraction": -0.1},
@@ -35,14 +35,14 @@ def test_defaults():
 )
 def test_wrong_values_and_unknown_keys_are_refused(wrong):
     with pytest.raises(pydantic.ValidationError, match=list(wrong)[-1]):
-        DataConfig(**{"paths": ["a.txt"], "row_tokens": 64, **wrong})
+        DataConfig(**{"paths": ["a.txt"], "seq_len": 64, **wrong})
 
 
 def test_options_of_fit():
-    config = DataConfig(paths=["a.txt"], row_tokens=64)
+    config = DataConfig(paths=["a.txt"], seq_len=64)
     assert (config.packing, config.fit, config.fit_options) == ("stream", None, None)
-    assert DataConfig(paths=["a.txt"], row_tokens=64, packing="fit").fit_options == FitConfig()
-    config = DataConfig(paths=["a.txt"], row_tokens=64, packing="fit", fit={"buckets": [8, 16]})
+    assert DataConfig(paths=["a.txt"], seq_len=64, packing="fit").fit_options == FitConfig()
+    config = DataConfig(paths=["a.txt"], seq_len=64, packing="fit", fit={"buckets": [8, 16]})
     assert config.fit_options == FitConfig(buckets=(8, 16))
     assert DataConfig.model_validate(config.model_dump()) == config
 
@@ -62,19 +62,19 @@ def test_options_of_fit():
         ),
         (
             {"packing": "fit", "fit": {"buckets": [8, 64]}},
-            "bucket 64 is not below row_tokens 64",
+            "bucket 64 is not below seq_len 64",
             "leave it out: the last bucket holds",
         ),
     ],
 )
 def test_an_option_that_means_nothing_is_refused(options, message, hint):
     with pytest.raises(pydantic.ValidationError, match=message) as caught:
-        DataConfig(paths=["a.txt"], row_tokens=64, **options)
+        DataConfig(paths=["a.txt"], seq_len=64, **options)
     assert hint in str(caught.value)
 
 
 def test_frozen():
-    config = DataConfig(paths=["a.txt"], row_tokens=64)
+    config = DataConfig(paths=["a.txt"], seq_len=64)
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         config.seed = 4
 
@@ -84,4 +84,4 @@ def test_every_field_says_what_it_is():
 
 
 def test_one_path_is_a_list_of_one():
-    assert DataConfig(paths="a.txt", row_tokens=64) == DataConfig(paths=["a.txt"], row_tokens=64)
+    assert DataConfig(paths="a.txt", seq_len=64) == DataConfig(paths=["a.txt"], seq_len=64)

@@ -86,9 +86,9 @@ def test_a_long_document_is_refused_by_name():
     with pytest.raises(DataError) as caught:
         fit_rows(np.array([3, 25, 11]), 10, FitConfig(long_documents="refuse"), name_of=lambda place: 7 + place)
     assert caught.value.message == (
-        "document 8 has 25 tokens, more than row_tokens 10; 2 of 3 documents are longer than a row, the longest has 25"
+        "document 8 has 25 tokens, more than seq_len 10; 2 of 3 documents are longer than a row, the longest has 25"
     )
-    assert caught.value.hint == 'set long_documents="cut", or row_tokens to 25'
+    assert caught.value.hint == 'set long_documents="cut", or seq_len to 25'
     assert parts(fit_rows(np.array([10]), 10, FitConfig(long_documents="refuse"))) == [[(0, 10)]]
 
 
@@ -106,14 +106,14 @@ def test_a_row_holds_documents_of_one_bucket():
 @pytest.mark.parametrize(
     ("options", "rows_per_step", "message"),
     [
-        ({"buckets": (4, 10)}, 1, "bucket 10 is not below row_tokens 10: no document would be above it"),
+        ({"buckets": (4, 10)}, 1, "bucket 10 is not below seq_len 10: no document would be above it"),
         ({}, 0, "rows_per_step 0 is below 1"),
     ],
 )
 def test_what_cannot_be_is_refused(options, rows_per_step, message):
     with pytest.raises(SpecError, match=message):
         fit_rows(np.array([4]), 10, FitConfig(**options), rows_per_step=rows_per_step)
-    with pytest.raises(SpecError, match="row_tokens 0 is below 1"):
+    with pytest.raises(SpecError, match="seq_len 0 is below 1"):
         fit_rows(np.array([4]), 0)
 
 
@@ -137,28 +137,28 @@ def test_every_option_says_what_it_is():
 
 
 @given(lengths_strategy, st.integers(7, 25), configs, st.integers(1, 4), st.integers(0, 9))
-def test_every_token_once_and_no_row_over_the_budget(lengths, row_tokens, config, rows_per_step, first_row):
-    rows = fit_rows(lengths, row_tokens, config, rows_per_step=rows_per_step, first_row=first_row)
+def test_every_token_once_and_no_row_over_the_budget(lengths, seq_len, config, rows_per_step, first_row):
+    rows = fit_rows(lengths, seq_len, config, rows_per_step=rows_per_step, first_row=first_row)
     seen = sorted((p.document, token) for row in rows for p in row for token in range(p.start, p.stop))
     assert seen == [(document, token) for document, length in enumerate(lengths) for token in range(length)]
-    assert all(0 < tokens <= row_tokens for tokens in rows.tokens)
-    assert sum(len(row) for row in rows) == sum(-(-lengths // row_tokens))  # nothing is cut that fits into a row
-    edges = (*config.buckets, row_tokens)
+    assert all(0 < tokens <= seq_len for tokens in rows.tokens)
+    assert sum(len(row) for row in rows) == sum(-(-lengths // seq_len))  # nothing is cut that fits into a row
+    edges = (*config.buckets, seq_len)
     for row in rows:
         assert len({next(edge for edge in edges if p.stop - p.start <= edge) for p in row}) == 1
 
 
 @given(lengths_strategy, st.integers(7, 25), st.integers(1, 8))
-def test_a_document_waits_for_fewer_rows_than_the_buffer_holds(lengths, row_tokens, buffer):
-    rows = fit_rows(lengths, row_tokens, FitConfig(buffer=buffer))
+def test_a_document_waits_for_fewer_rows_than_the_buffer_holds(lengths, seq_len, buffer):
+    rows = fit_rows(lengths, seq_len, FitConfig(buffer=buffer))
     assert all(waits(rows) < buffer)
 
 
 @given(lengths_strategy, st.integers(7, 25), st.integers(1, 4), st.integers(0, 9))
 @settings(max_examples=50)
-def test_evening_moves_rows_by_less_than_eight_steps(lengths, row_tokens, rows_per_step, first_row):
-    plain = list(fit_rows(lengths, row_tokens))
-    even = fit_rows(lengths, row_tokens, FitConfig(balance="area"), rows_per_step=rows_per_step, first_row=first_row)
+def test_evening_moves_rows_by_less_than_eight_steps(lengths, seq_len, rows_per_step, first_row):
+    plain = list(fit_rows(lengths, seq_len))
+    even = fit_rows(lengths, seq_len, FitConfig(balance="area"), rows_per_step=rows_per_step, first_row=first_row)
     order = [plain.index(row) for row in even]
     assert sorted(order) == list(range(len(plain)))
     assert all(abs(i - row) < 8 * rows_per_step for i, row in enumerate(order))
@@ -192,12 +192,12 @@ def test_even_steps_on_the_standard_library(stdlib, rows_per_step):
     assert unevenness(even, rows_per_step) < 1.15
 
 
-@pytest.mark.parametrize(("row_tokens", "mean"), [(4096, 50), (65536, 300), (1 << 20, 9000)])
-def test_rows_of_short_documents_are_full(row_tokens, mean):
+@pytest.mark.parametrize(("seq_len", "mean"), [(4096, 50), (65536, 300), (1 << 20, 9000)])
+def test_rows_of_short_documents_are_full(seq_len, mean):
     """A buffer of 64 holds less than a row of them, or a small part of it."""
-    lengths = np.random.default_rng(0).exponential(mean, 20 * row_tokens // mean).astype(np.int64) + 1
-    rows = fit_rows(lengths, row_tokens)
-    assert (rows.tokens / row_tokens)[:-2].min() > 0.99
+    lengths = np.random.default_rng(0).exponential(mean, 20 * seq_len // mean).astype(np.int64) + 1
+    rows = fit_rows(lengths, seq_len)
+    assert (rows.tokens / seq_len)[:-2].min() > 0.99
 
 
 def test_the_same_lengths_give_the_same_rows(stdlib):

@@ -33,34 +33,34 @@ def make_store(lengths, heldout=(), **changes):
 
 
 def make_loaders(store, dp_size, **options):
-    options = {"row_tokens": 4, "seed": 0, **options}
+    options = {"seq_len": 4, "seed": 0, **options}
     return [Loader(store, dp_rank=rank, dp_size=dp_size, **options) for rank in range(dp_size)]
 
 
 def stream(loaders, steps):
-    """Digests of batches in the order of the global stream, for rows_per_batch=1."""
+    """Digests of batches in the order of the global stream, for micro_batch_size=1."""
     return [next(loader).digest() for _ in range(steps) for loader in loaders]
 
 
 def test_64_rows_world_4_cp2_accumulation_2_are_16_steps():
     store = make_store([16] * 16)
-    world, cp, accumulation = 4, 2, 2
-    loader = Loader(store, row_tokens=4, dp_rank=0, dp_size=world // cp, seed=0)
+    world, cp, gradient_accumulation_steps = 4, 2, 2
+    loader = Loader(store, seq_len=4, dp_rank=0, dp_size=world // cp, seed=0)
     assert loader.rows_per_epoch == 64
-    assert loader.steps_per_epoch(world // cp, accumulation) == 16
-    for _ in range(16 * accumulation):
+    assert loader.steps_per_epoch(world // cp, gradient_accumulation_steps) == 16
+    for _ in range(16 * gradient_accumulation_steps):
         assert loader.epoch == 0
         next(loader)
     assert loader.epoch == 1
 
 
 def test_a_step_that_reaches_past_the_epoch_counts():
-    loader = Loader(make_store([9]), row_tokens=4, dp_rank=0, dp_size=1, seed=0)
+    loader = Loader(make_store([9]), seq_len=4, dp_rank=0, dp_size=1, seed=0)
     assert (loader.rows_per_epoch, loader.steps_per_epoch(2), loader.steps_per_epoch(2, 2)) == (3, 2, 1)
 
 
 def test_rows_are_dealt_in_turn():
-    loaders = make_loaders(make_store([32]), 2, rows_per_batch=2, shuffle=False)
+    loaders = make_loaders(make_store([32]), 2, micro_batch_size=2, shuffle=False)
     assert [next(loader).input_ids.tolist() for loader in loaders] == [
         [0, 1, 2, 3, 8, 9, 10, 11],
         [4, 5, 6, 7, 12, 13, 14, 15],
@@ -94,10 +94,10 @@ def test_the_order_of_a_seed_is_fixed_for_good():
 
 @given(lengths_strategy, st.integers(3, 12), degrees, st.integers(0, 3), st.booleans(), fits)
 @settings(deadline=None)
-def test_every_token_once_per_epoch(lengths, row_tokens, dp_size, seed, shuffle, fit):
+def test_every_token_once_per_epoch(lengths, seq_len, dp_size, seed, shuffle, fit):
     store = make_store(lengths)
-    loaders = make_loaders(store, dp_size, row_tokens=row_tokens, seed=seed, shuffle=shuffle, fit=fit)
-    (alone,) = make_loaders(store, 1, row_tokens=row_tokens, seed=seed, shuffle=shuffle, fit=fit)
+    loaders = make_loaders(store, dp_size, seq_len=seq_len, seed=seed, shuffle=shuffle, fit=fit)
+    (alone,) = make_loaders(store, 1, seq_len=seq_len, seed=seed, shuffle=shuffle, fit=fit)
     epochs = [[], [], []]
     while alone.epoch < 3:
         epochs[alone.epoch].append(next(alone))
@@ -110,13 +110,13 @@ def test_every_token_once_per_epoch(lengths, row_tokens, dp_size, seed, shuffle,
 
 @given(lengths_strategy, degrees, st.integers(1, 3), degrees, fits)
 @settings(deadline=None)
-def test_the_same_rows_at_every_dp_degree(lengths, dp_size, rows_per_batch, accumulation, fit):
-    """Batches of (dp_size, rows_per_batch, accumulation) are those of dp 1, one row a batch, dealt in turn."""
+def test_the_same_rows_at_every_dp_degree(lengths, dp_size, micro_batch_size, gradient_accumulation_steps, fit):
+    """Batches of (dp_size, micro_batch_size, accumulation) are those of dp 1, one row a batch, dealt in turn."""
     store = make_store(lengths)
-    loaders = make_loaders(store, dp_size, rows_per_batch=rows_per_batch, fit=fit)
+    loaders = make_loaders(store, dp_size, micro_batch_size=micro_batch_size, fit=fit)
     (alone,) = make_loaders(store, 1, fit=fit)
-    for _ in range(3 * accumulation):
-        rows = [next(alone) for _ in range(dp_size * rows_per_batch)]
+    for _ in range(3 * gradient_accumulation_steps):
+        rows = [next(alone) for _ in range(dp_size * micro_batch_size)]
         for rank, loader in enumerate(loaders):
             assert next(loader).digest() == Batch.concat(rows[rank::dp_size]).digest()
         assert loaders[0].state_dict() == alone.state_dict()
@@ -142,7 +142,7 @@ def test_an_epoch_in_parts_at_dp_1_2_and_4_reads_every_token_once(balance):
     """Accumulation keeps 4 rows a step, in the middle of the second epoch, whose rows may be more or fewer."""
     store = make_store(np.random.default_rng(0).integers(1, 40, 300))
     fit = FitConfig(buffer=16, balance=balance)
-    options = {"row_tokens": 64, "fit": fit, "rows_per_step": 4}
+    options = {"seq_len": 64, "fit": fit, "rows_per_step": 4}
     (alone,) = make_loaders(store, 1, **options)
     state, ids = alone.state_dict(), []
     for dp_size, steps in ((1, 15), (2, 40), (4, 20)):
@@ -164,7 +164,7 @@ def test_an_epoch_in_parts_at_dp_1_2_and_4_reads_every_token_once(balance):
 def test_steps_are_evened_wherever_an_epoch_begins():
     """21 rows an epoch, 10 of them one long document: a step of 2 that is not of one kind is an exception."""
     store = make_store([8] * 10 + [1] * 81)
-    (loader,) = make_loaders(store, 1, row_tokens=8, fit=FitConfig(balance="area"), rows_per_step=2)
+    (loader,) = make_loaders(store, 1, seq_len=8, fit=FitConfig(balance="area"), rows_per_step=2)
     assert loader.rows_per_epoch == 21
     steps = [{next(loader).lengths for _ in range(2)} for _ in range(10 * 21 // 2)]
     assert loader.epoch == 10
@@ -173,7 +173,7 @@ def test_steps_are_evened_wherever_an_epoch_begins():
 
 
 def test_epochs_may_differ_in_rows():
-    (loader,) = make_loaders(make_store([5, 3, 6, 2, 4, 4, 7, 1]), 1, row_tokens=8, fit=FitConfig(buffer=2))
+    (loader,) = make_loaders(make_store([5, 3, 6, 2, 4, 4, 7, 1]), 1, seq_len=8, fit=FitConfig(buffer=2))
     rows = []
     while loader.epoch < 20:
         if loader.epoch == len(rows):
@@ -186,9 +186,9 @@ def test_epochs_may_differ_in_rows():
 def test_a_document_longer_than_a_row_is_refused_by_its_number():
     store = make_store([4, 5, 9, 3], heldout=[1])
     refuse = FitConfig(long_documents="refuse")
-    with pytest.raises(DataError, match="document 2 has 9 tokens, more than row_tokens 8; 1 of 3 documents are longer"):
-        make_loaders(store, 1, row_tokens=8, fit=refuse)
-    with pytest.raises(DataError, match="document 1 has 5 tokens, more than row_tokens 4; 1 of 1 documents are longer"):
+    with pytest.raises(DataError, match="document 2 has 9 tokens, more than seq_len 8; 1 of 3 documents are longer"):
+        make_loaders(store, 1, seq_len=8, fit=refuse)
+    with pytest.raises(DataError, match="document 1 has 5 tokens, more than seq_len 4; 1 of 1 documents are longer"):
         eval_batches(store, 4, 0, 1, fit=refuse)
 
 
@@ -200,7 +200,7 @@ def test_a_corpus_without_a_token_is_refused():
 def test_ranks_of_one_group_read_the_same_batch():
     """Nothing but the dp rank distinguishes loaders, so a CP group's digests agree."""
     store = make_store([5] * 10)
-    group = [Loader(store, row_tokens=8, dp_rank=1, dp_size=2, seed=3) for _ in range(4)]
+    group = [Loader(store, seq_len=8, dp_rank=1, dp_size=2, seed=3) for _ in range(4)]
     for _ in range(10):
         assert len({next(loader).digest() for loader in group}) == 1
 
@@ -214,7 +214,7 @@ def test_resuming_reads_no_token_of_the_rows_before():
     reads = []
     base = make_store([4] * 100)
     store = Guarded(**vars(base))
-    loader = Loader(store, row_tokens=4, dp_rank=0, dp_size=1, seed=0)
+    loader = Loader(store, seq_len=4, dp_rank=0, dp_size=1, seed=0)
     loader.load_state_dict({**loader.state_dict(), "row": 10**9 + 50, "epoch": 10**7, "epoch_start": 10**9})
     assert loader.epoch == 10**7
     next(loader)
@@ -237,7 +237,7 @@ PACKING = (
         ({}, {"seed": 1}, "seed is 0 in the state, 1 here"),
         ({}, {"shuffle": False}, "shuffle is True in the state, False here"),
         ({}, {"fit": FitConfig(buffer=8)}, PACKING),
-        ({}, {"row_tokens": 8, "seed": 2}, "seed is 0 in the state, 2 here; row_tokens is 4 in the state, 8 here"),
+        ({}, {"seq_len": 8, "seed": 2}, "seed is 0 in the state, 2 here; seq_len is 4 in the state, 8 here"),
     ],
 )
 def test_a_state_of_another_stream_names_the_values(changes, options, message):
@@ -254,9 +254,8 @@ def test_a_state_of_another_step_is_refused_where_steps_are_evened():
         return loader
 
     state(2).load_state_dict(state(4).state_dict())
-    text = (
-        "another stream: rows_per_step is 4 in the state, 2 here\n\nhint: set accumulation so .* accumulation is 4; or"
-    )
+    text = "another stream: rows_per_step is 4 in the state, 2 here\n\nhint: keep micro_batch_size x dp x "
+        "gradient_accumulation_steps at 4; or"
     with pytest.raises(DataError, match=text):
         state(2, balance="area").load_state_dict(state(4, balance="area").state_dict())
     with pytest.raises(DataError, match="another stream: buffer is 64 in the state, 8 here"):
@@ -281,17 +280,17 @@ def test_arguments_are_checked():
         ({"dp_rank": 2}, r"dp_rank 2 is not in 0..1 \(dp_size 2\)"),
         ({"dp_rank": -1}, "dp_rank -1 is not in"),
         ({"dp_size": 0}, "dp_size 0 is below 1"),
-        ({"rows_per_batch": 0}, "rows_per_batch 0 is below 1"),
-        ({"row_tokens": 0}, "row_tokens 0 is below 1"),
+        ({"micro_batch_size": 0}, "micro_batch_size 0 is below 1"),
+        ({"seq_len": 0}, "seq_len 0 is below 1"),
         ({"seed": -1}, "seed -1 is negative"),
-        ({"rows_per_step": 3}, "rows_per_step 3 is not a multiple of dp_size 2 x rows_per_batch 1"),
+        ({"rows_per_step": 3}, "rows_per_step 3 is not a multiple of dp_size 2 x micro_batch_size 1"),
         ({"rows_per_step": 0}, "rows_per_step 0 is not a multiple"),
-        ({"fit": FitConfig(buckets=(4,))}, "bucket 4 is not below row_tokens 4"),
+        ({"fit": FitConfig(buckets=(4,))}, "bucket 4 is not below seq_len 4"),
     ]:
         with pytest.raises(SpecError, match=message):
-            Loader(store, **{"row_tokens": 4, "dp_rank": 0, "dp_size": 2, "seed": 0, **wrong})
+            Loader(store, **{"seq_len": 4, "dp_rank": 0, "dp_size": 2, "seed": 0, **wrong})
     (loader,) = make_loaders(store, 1)
-    with pytest.raises(SpecError, match="dp_size 2 and accumulation 0 must be 1 or more"):
+    with pytest.raises(SpecError, match="dp_size 2 and gradient_accumulation_steps 0 must be 1 or more"):
         loader.steps_per_epoch(2, 0)
 
 

@@ -15,7 +15,7 @@ from longspan.data.packing import Piece
 from longspan.errors import DataError
 
 COUNTED = Counted(
-    cp=2, layout="zigzag", route="ring", inner=None, wire_dtype=None, slots_multiple_of=None,
+    cp=2, layout="zigzag", route="ring", inner=None, ranks_per_node=None, comm_dtype=None, pad_to_multiple_of=None,
     masks={"full": 1}, heads=None, head_dim=8, itemsize=4,
 )  # fmt: skip
 
@@ -25,11 +25,11 @@ def store(tmp_path: Path) -> TokenStore:
     """Documents `aa...`, `bb...` of 3 to 12 characters and an end token, two of them held out."""
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": chr(97 + i) * (3 + i)}) + "\n" for i in range(10)))
-    return open_store(DataConfig(paths=(str(path),), row_tokens=8, cache_dir=tmp_path / "cache", heldout_fraction=0.2))
+    return open_store(DataConfig(paths=(str(path),), seq_len=8, cache_dir=tmp_path / "cache", heldout_fraction=0.2))
 
 
 def loader_of(store: TokenStore, dp_rank: int = 0, dp_size: int = 1, **options: Any) -> Loader:
-    return Loader(store, **{"row_tokens": 20, "dp_rank": dp_rank, "dp_size": dp_size, "seed": 3, **options})
+    return Loader(store, **{"seq_len": 20, "dp_rank": dp_rank, "dp_size": dp_size, "seed": 3, **options})
 
 
 def no_counts(pieces: list[Piece]) -> Counts:
@@ -115,7 +115,7 @@ def test_columns_come_back(store: TokenStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"row_tokens": 24}, "row_tokens is 20 in the manifest, 24 here"),
+        ({"seq_len": 24}, "seq_len is 20 in the manifest, 24 here"),
         ({"seed": 4}, "seed is 3 in the manifest, 4 here"),
         ({"shuffle": False}, "shuffle is True in the manifest, False here"),
         (
@@ -186,7 +186,7 @@ def test_a_state_knows_its_manifest(store: TokenStore, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("piece", "message"),
     [
-        ((0, 0, 99), "row 0 of {path} has 99 tokens, more than row_tokens 20"),
+        ((0, 0, 99), "row 0 of {path} has 99 tokens, more than seq_len 20"),
         ((0, 0, 9), "row 0 of {path} holds tokens 0 to 9 of document 0, which has 4"),
         ((0, 2, 2), "row 0 of {path} holds tokens 2 to 2 of document 0, which has 4"),
         ((77, 0, 2), "row 0 of {path} holds document 77, which does not train"),
@@ -263,7 +263,7 @@ def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     folder = tmp_path / "corpus"
     folder.mkdir()
     (folder / "na\udcefve.txt").write_text("one text")
-    store = open_store(DataConfig(paths=(str(folder),), row_tokens=8, cache_dir=tmp_path / "cache", heldout_fraction=0))
+    store = open_store(DataConfig(paths=(str(folder),), seq_len=8, cache_dir=tmp_path / "cache", heldout_fraction=0))
     assert store.sources[0].endswith("na\udcefve.txt")
     write(tmp_path / "rows.parquet", store)
     (row,) = pq.read_table(tmp_path / "rows.parquet").to_pylist()

@@ -38,25 +38,25 @@ def test_rows_by_hand():
 
 @pytest.mark.parametrize("make", [lambda n: pack([], n), lambda n: Rows(np.array([4]), n)])
 def test_row_tokens_below_one_fails_at_once(make):
-    with pytest.raises(SpecError, match="row_tokens 0 is below 1"):
+    with pytest.raises(SpecError, match="seq_len 0 is below 1"):
         make(0)
 
 
 @given(lengths_strategy, st.integers(1, 15))
-def test_every_token_once_in_full_rows(lengths, row_tokens):
-    rows = list(pack(iter(numbered(lengths)), row_tokens))
+def test_every_token_once_in_full_rows(lengths, seq_len):
+    rows = list(pack(iter(numbered(lengths)), seq_len))
     assert [token for row in rows for piece in row for token in piece] == list(range(sum(lengths)))
     sizes = [sum(piece.size for piece in row) for row in rows]
-    assert sizes[:-1] == [row_tokens] * (len(rows) - 1)
-    assert all(0 < size <= row_tokens for size in sizes)
+    assert sizes[:-1] == [seq_len] * (len(rows) - 1)
+    assert all(0 < size <= seq_len for size in sizes)
     assert all(piece.size for row in rows for piece in row)
 
 
 @given(lengths_strategy, st.integers(1, 15))
-def test_rows_are_those_of_pack(lengths, row_tokens):
+def test_rows_are_those_of_pack(lengths, seq_len):
     documents = numbered(lengths)
-    rows = Rows(np.array(lengths, np.int64), row_tokens)
+    rows = Rows(np.array(lengths, np.int64), seq_len)
     by_lengths = [[documents[p.document][p.start : p.stop].tolist() for p in row] for row in rows]
-    by_tokens = [[piece.tolist() for piece in row] for row in pack(documents, row_tokens)]
+    by_tokens = [[piece.tolist() for piece in row] for row in pack(documents, seq_len)]
     assert by_lengths == by_tokens
-    assert len(rows) == -(-sum(lengths) // row_tokens)
+    assert len(rows) == -(-sum(lengths) // seq_len)

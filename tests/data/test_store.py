@@ -24,7 +24,7 @@ from longspan.errors import DataError
 def corpus(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(50)))
-    return DataConfig(paths=(str(path),), row_tokens=8, cache_dir=tmp_path / "cache", heldout_fraction=0.1)
+    return DataConfig(paths=(str(path),), seq_len=8, cache_dir=tmp_path / "cache", heldout_fraction=0.1)
 
 
 def with_(config, **changes):
@@ -80,7 +80,7 @@ def test_the_cache_is_used_until_something_changes(corpus):
     seen = []
     first = open_store(corpus, seen.append)
     assert seen == list(range(1, 51))
-    second = open_store(with_(corpus, seed=5, row_tokens=99, heldout_fraction=0.5), seen.append)
+    second = open_store(with_(corpus, seed=5, seq_len=99, heldout_fraction=0.5), seen.append)
     assert len(seen) == 50
     assert second.corpus == first.corpus
     path = corpus.paths[0]
@@ -196,7 +196,7 @@ def test_large_vocabularies_are_stored_in_four_bytes(corpus, monkeypatch):
 
 def test_unigram_entropy(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("aab")
-    config = DataConfig(paths=(str(tmp_path / "a.txt"),), row_tokens=8, heldout_fraction=0, cache_dir=tmp_path / "c")
+    config = DataConfig(paths=(str(tmp_path / "a.txt"),), seq_len=8, heldout_fraction=0, cache_dir=tmp_path / "c")
     monkeypatch.setattr(store_module, "_CHUNK", 3)
     expected = -(0.5 * math.log(0.5) + 2 * 0.25 * math.log(0.25))  # a a b NUL
     assert unigram_entropy(open_store(config)) == pytest.approx(expected, rel=1e-12)

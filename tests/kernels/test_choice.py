@@ -7,9 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from longspan.attention import efficient, executor, flash2, flash3, flex, kernel, sdpa
+from longspan.cp.engine import executor
 from longspan.cp.engine.executor import Share
 from longspan.errors import SpecError
+from longspan.kernels import choice as kernel
+from longspan.kernels import efficient, flash2, flash3, flex, sdpa
 from longspan.kernels.capability import capability
 from longspan.kernels.choice import KERNELS, choose_auto, choose_kernel
 from longspan.kernels.scores import ScoreChange

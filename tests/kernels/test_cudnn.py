@@ -7,12 +7,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from longspan.attention import cudnn
+from longspan.kernels import cudnn
 from longspan.kernels.choice import KERNELS
 from longspan.kernels.cudnn import CudnnKernel
 from longspan.kernels.scores import ScoreChange
-
 from tests.cp.cases import THROUGH, check_through
+
 from .test_sdpa import FlashOnCuda, tensors
 from .tiles import EACH, PRECISION, TILES, check_kernel, wide
 

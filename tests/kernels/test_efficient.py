@@ -10,16 +10,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from longspan.attention import efficient
 from longspan.cp.attention import attention
+from longspan.kernels import efficient
 from longspan.kernels.choice import KERNELS, launches
 from longspan.kernels.efficient import EfficientKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Layout, Mask, Shape, plan_attention
+from tests.cp.cases import THROUGH, check_through
 from tests.oracle import dense_attention, make_inputs, relative_error
 from tests.ranks import run_ranks
 
-from tests.cp.cases import THROUGH, check_through
 from .test_sdpa import CUDA, FOLLOWING, FlashOnCuda, check_joined, join_tiles, some_tiles, tensors
 from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen, wide
 

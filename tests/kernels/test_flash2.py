@@ -9,15 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from longspan.attention import flash2
+from longspan.kernels import flash2
 from longspan.kernels.choice import KERNELS, launches
 from longspan.kernels.flash2 import FlashAttention2Kernel
 from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import bands as algebra
+from tests.cp.cases import THROUGH, check_through
 from tests.oracle import make_inputs, relative_error
 
-from tests.cp.cases import THROUGH, check_through
 from .test_sdpa import FOLLOWING, join_tiles
 from .tiles import EACH, PRECISION, TILES, check_kernel, make_tile, wide
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given, settings
 from torch.nn.attention import _fa3, current_flash_attention_impl
 
-from longspan.attention import flash3
+from longspan.kernels import flash3
 from longspan.kernels.choice import KERNELS
 from longspan.kernels.flash3 import FlashAttention3Kernel
 from longspan.kernels.scores import ScoreChange
 from longspan.kernels.windows import window_of
-
 from tests.cp.cases import THROUGH, check_through
+
 from .test_sdpa import CUDA, FOLLOWING, FlashOnCuda, check_joined, join_tiles, some_tiles, tensors
 from .tiles import HEADS, PRECISION, TILES, check_kernel, seen, wide
 

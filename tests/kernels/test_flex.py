@@ -22,10 +22,10 @@ from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Layout, Mask, plan_attention
 from longspan.plan import bands as algebra
+from tests.cp.cases import THROUGH, check_through
 from tests.oracle import dense_attention, make_inputs, relative_error
 from tests.ranks import run_ranks
 
-from tests.cp.cases import THROUGH, check_through
 from .test_scores import CHANGES, MASKS, check_changed
 from .test_sdpa import FOLLOWING, join_tiles, tensors
 from .tiles import EACH, PRECISION, TILES, check_kernel, make_tile, wide

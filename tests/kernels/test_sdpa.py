@@ -17,9 +17,9 @@ from longspan.kernels.sdpa import SdpaKernel
 from longspan.kernels.windows import window_of
 from longspan.plan import Mask
 from longspan.plan import bands as algebra
+from tests.cp.cases import THROUGH, check_through
 
 from ..oracle import make_inputs, relative_error
-from tests.cp.cases import THROUGH, check_through
 from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen, wide
 
 KERNEL = SdpaKernel()

@@ -17,8 +17,8 @@ N = sum(DOCUMENTS)
 
 
 def moe_config(*, shared: int = SHARED, top_k: int = 2, **changes) -> ModelConfig:
-    experts = {"num_experts": X, "top_k": top_k, "ffn_width": F, "shared_ffn_width": shared} | changes
-    return make_config(width=E, num_heads=2, num_kv_heads=1, ffn_width=None, experts=experts)
+    experts = {"num_experts": X, "top_k": top_k, "intermediate_size": F, "shared_intermediate_size": shared} | changes
+    return make_config(hidden_size=E, num_heads=2, num_kv_heads=1, intermediate_size=None, experts=experts)
 
 
 class Inputs(NamedTuple):
@@ -75,7 +75,7 @@ def answer(inputs: Inputs, config: ModelConfig, *, scale: float, probed: bool = 
         best = (-p.detach()).argsort(stable=True)[: experts.top_k].tolist()
         total = sum(p[e] for e in best) if experts.normalise else 1.0
         y = sum(p[e] / total * expert(x[t], leaves["gate_up"][e], leaves["down"][e]) for e in best)
-        if experts.shared_ffn_width:
+        if experts.shared_intermediate_size:
             gate_up = torch.cat([leaves["shared_gate"], leaves["shared_up"]])
             y = y + expert(x[t], gate_up, leaves["shared_down"])
         probabilities.append(p)

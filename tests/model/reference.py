@@ -10,7 +10,14 @@ from longspan.model import ModelConfig
 
 
 def make_config(**changes: Any) -> ModelConfig:
-    shape = {"vocab_size": 61, "width": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_width": 48}
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "intermediate_size": 48,
+    }
     return ModelConfig(**(shape | changes))
 
 

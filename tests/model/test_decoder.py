@@ -220,7 +220,7 @@ def test_meta_construction_then_init_equals_direct_construction():
 
 def test_initial_scales():
     torch.manual_seed(0)
-    state = Decoder(make_config(width=256, ffn_width=512, num_layers=8, init_std=0.1)).state_dict()
+    state = Decoder(make_config(hidden_size=256, intermediate_size=512, num_layers=8, init_std=0.1)).state_dict()
     assert torch.equal(state["norm.weight"], torch.ones(256))
     for name, std in (
         ("embed_tokens.weight", 0.1),

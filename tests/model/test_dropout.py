@@ -17,9 +17,9 @@ from tests.launches import Launches, on_meta
 TOKENS = torch.arange(24).view(2, 12) + 1000
 
 
-def make_x(num_rows=2, num_tokens=12, width=10, dtype=torch.float64):
+def make_x(num_rows=2, num_tokens=12, hidden_size=10, dtype=torch.float64):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(num_rows, num_tokens, width, generator=generator, dtype=torch.float64)
+    x = torch.randn(num_rows, num_tokens, hidden_size, generator=generator, dtype=torch.float64)
     return x.to(dtype).requires_grad_()
 
 
@@ -34,7 +34,7 @@ def test_values_and_gradient(dtype):
 
 
 def test_gradcheck_and_the_gradient_of_the_gradient():
-    x, drop = make_x(width=3), TokenDropout(0.4, seed=3, site=5)
+    x, drop = make_x(hidden_size=3), TokenDropout(0.4, seed=3, site=5)
     assert torch.autograd.gradcheck(lambda x: drop(x, TOKENS), (x,))
     assert torch.autograd.gradgradcheck(lambda x: drop(x, TOKENS), (x,))
 
@@ -92,7 +92,7 @@ def test_the_same_under_recomputation(use_reentrant):
 
 
 def test_tokens_alone_are_kept_for_backward():
-    x, kept = make_x(num_tokens=12, width=1000), []
+    x, kept = make_x(num_tokens=12, hidden_size=1000), []
     with saved_tensors_hooks(lambda saved: kept.append(saved) or saved, lambda saved: saved):
         out = TokenDropout(0.3, seed=3, site=5)(x, TOKENS)
     assert [saved.data_ptr() for saved in kept] == [TOKENS.data_ptr()]

@@ -38,11 +38,11 @@ NAMES = {  # of the reference: the module's own
 
 
 class SharedExpert(nn.Module):
-    def __init__(self, width):
+    def __init__(self, hidden_size):
         super().__init__()
-        self.gate_proj = nn.Linear(E, width, bias=False)
-        self.up_proj = nn.Linear(E, width, bias=False)
-        self.down_proj = nn.Linear(width, E, bias=False)
+        self.gate_proj = nn.Linear(E, hidden_size, bias=False)
+        self.up_proj = nn.Linear(E, hidden_size, bias=False)
+        self.down_proj = nn.Linear(hidden_size, E, bias=False)
 
     def forward(self, x):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -74,7 +74,7 @@ def named(group, axis):
 
 def make_layer(config, inputs, dtype=torch.float64, part=slice(None), layer=3):
     """A layer with the reference's weights, of which it holds `part` of the experts; nothing larger is ever allocated."""
-    shared = config.experts.shared_ffn_width
+    shared = config.experts.shared_intermediate_size
     with torch.device("meta"):
         moe = MixtureOfExperts(config, layer, SharedExpert(shared) if shared else None)
     assert all(parameter.is_meta for parameter in moe.parameters())
@@ -228,8 +228,8 @@ def test_the_balance_loss_by_hand():
     # Documents of 3 and 1 tokens, of which the second's are (1/3, 2/3): both have 4/3, so S = 4 * 4/3 = 16/3.
     # Over the batch f = (3/4, 1/4), P = (7/12, 5/12): aux = 2 * (21/48 + 5/48) = 13/12, S = 13/3.
     for balance_over, right in (("document", 16 / 3), ("batch", 13 / 3)):
-        experts = {"num_experts": 2, "top_k": 1, "ffn_width": 4, "normalise": False, "balance": 1.0}
-        config = make_config(width=2, num_heads=1, num_kv_heads=1, ffn_width=None, experts=experts)
+        experts = {"num_experts": 2, "top_k": 1, "intermediate_size": 4, "normalise": False, "balance": 1.0}
+        config = make_config(hidden_size=2, num_heads=1, num_kv_heads=1, intermediate_size=None, experts=experts)
         moe = MixtureOfExperts(config, 0).double()
         with torch.no_grad():
             for parameter in moe.parameters():
@@ -386,8 +386,8 @@ def test_elements_sent_are_those_of_the_counts(ranks):
 
 def _largest_allocation(group, rank):
     """Bytes of the largest single allocation of a step with experts that are much larger than the tokens."""
-    experts = {"num_experts": 8, "top_k": 2, "ffn_width": 64}
-    config = make_config(width=64, num_heads=2, num_kv_heads=1, ffn_width=None, experts=experts)
+    experts = {"num_experts": 8, "top_k": 2, "intermediate_size": 64}
+    config = make_config(hidden_size=64, num_heads=2, num_kv_heads=1, intermediate_size=None, experts=experts)
     size = dist.get_world_size(group)
     zeros = torch.zeros(1, 8, dtype=torch.int64)
 
@@ -439,9 +439,9 @@ def test_refusals():
         SpecError, match=r"layer 2 is to have experts, but the model's config has none[\s\S]*set experts"
     ):
         MixtureOfExperts(make_config(), 2)
-    with pytest.raises(SpecError, match=r"shared_ffn_width is 10, and shared is NoneType[\s\S]*of that width"):
+    with pytest.raises(SpecError, match=r"shared_intermediate_size is 10, and shared is NoneType[\s\S]*of that width"):
         MixtureOfExperts(moe_config(), 0)
-    with pytest.raises(SpecError, match=r"shared_ffn_width is 0, and shared is SharedExpert"):
+    with pytest.raises(SpecError, match=r"shared_intermediate_size is 0, and shared is SharedExpert"):
         MixtureOfExperts(moe_config(shared=0), 0, SharedExpert(SHARED))
     config, inputs = moe_config(), make_inputs()
     x, live, unit, unit_tokens, _ = make_slots(inputs, config, (0, N))
@@ -510,8 +510,8 @@ def test_one_rank_never_waits_for_the_device_and_launches_as_much_for_any_number
     # A meta tensor has no values to read: whatever waited for one would raise.
     launched = []
     for num_experts in (4, 64):
-        experts = {"num_experts": num_experts, "top_k": 2, "ffn_width": 32, "balance": 0.1}
-        config = make_config(width=64, num_heads=2, num_kv_heads=1, ffn_width=None, experts=experts)
+        experts = {"num_experts": num_experts, "top_k": 2, "intermediate_size": 32, "balance": 0.1}
+        config = make_config(hidden_size=64, num_heads=2, num_kv_heads=1, intermediate_size=None, experts=experts)
         with torch.device("meta"), as_on_cuda(torch.bfloat16), Launches() as seen:
             moe = MixtureOfExperts(config, 0).bfloat16()
             x, zeros = on_meta(1, 1000, 64).requires_grad_(), on_meta(1, 1000, dtype=torch.int64)

@@ -32,10 +32,12 @@ def plain(hidden, labels, weight):
     return F.cross_entropy((hidden @ weight.T).flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
 
 
-def random_case(dtype, num_tokens=64, width=8, vocab=17):
+def random_case(dtype, num_tokens=64, hidden_size=8, vocab=17):
     generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(1, num_tokens, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn(1, num_tokens, hidden_size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    )
+    weight = torch.randn(vocab, hidden_size, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     labels = torch.randint(vocab, (1, num_tokens), generator=generator)
     labels[0, ::5] = -100
     return hidden, labels, weight
@@ -113,7 +115,7 @@ def test_chunks_do_not_change_loss_or_gradients(chunk_tokens):
 
 
 def test_gradcheck():
-    hidden, labels, weight = random_case(torch.float64, num_tokens=6, width=3, vocab=5)
+    hidden, labels, weight = random_case(torch.float64, num_tokens=6, hidden_size=3, vocab=5)
     assert torch.autograd.gradcheck(lambda h, w: token_loss_sum(h, labels, w, chunk_tokens=4), (hidden, weight))
 
 

@@ -8,12 +8,12 @@ from longspan.model import Decoder, ExpertsConfig, Llama3RopeScaling, MixtureOfE
 
 from .reference import make_config
 
-EXPERTS = {"num_experts": 8, "top_k": 2, "ffn_width": 12}
+EXPERTS = {"num_experts": 8, "top_k": 2, "intermediate_size": 12}
 
 
 def test_head_dim_defaults_to_an_equal_share_of_the_width():
-    assert make_config(width=48, num_heads=4).head_dim == 12
-    assert make_config(width=48, num_heads=4, head_dim=16).head_dim == 16
+    assert make_config(hidden_size=48, num_heads=4).head_dim == 12
+    assert make_config(hidden_size=48, num_heads=4, head_dim=16).head_dim == 16
 
 
 def test_mask_names_follow_the_windows():
@@ -34,8 +34,8 @@ def test_num_parameters_counts_the_modules_own(changes):
 
 @pytest.mark.parametrize("shared", [0, 24])
 def test_num_parameters_counts_router_experts_and_shared_expert(shared):
-    experts = {"num_experts": 6, "top_k": 2, "ffn_width": 20, "shared_ffn_width": shared}
-    config = make_config(ffn_width=None, experts=experts)
+    experts = {"num_experts": 6, "top_k": 2, "intermediate_size": 20, "shared_intermediate_size": shared}
+    config = make_config(intermediate_size=None, experts=experts)
     with torch.device("meta"):
         layer = MixtureOfExperts(config, 0, torch.nn.Linear(3 * 24, 32, bias=False) if shared else None)
     layers_apart = config.num_parameters - make_config().num_parameters + 2 * 3 * 32 * 48
@@ -45,7 +45,13 @@ def test_num_parameters_counts_router_experts_and_shared_expert(shared):
 
 def test_num_parameters_of_smollm2_135m():
     config = ModelConfig(
-        vocab_size=49152, width=576, num_layers=30, num_heads=9, num_kv_heads=3, ffn_width=1536, tie_embeddings=True
+        vocab_size=49152,
+        hidden_size=576,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        intermediate_size=1536,
+        tie_embeddings=True,
     )
     assert config.num_parameters == 134_515_008
 
@@ -53,18 +59,24 @@ def test_num_parameters_of_smollm2_135m():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_heads": 9, "num_kv_heads": 2, "width": 36}, ["2 KV heads do not divide 9 query heads", "[1, 3, 9]"]),
-        ({"width": 30}, ["width 30 is not a multiple of 4 heads", "set head_dim"]),
+        (
+            {"num_heads": 9, "num_kv_heads": 2, "hidden_size": 36},
+            ["2 KV heads do not divide 9 query heads", "[1, 3, 9]"],
+        ),
+        ({"hidden_size": 30}, ["width 30 is not a multiple of 4 heads", "set head_dim"]),
         ({"head_dim": 7}, ["head_dim 7 is odd", "head_dim=8"]),
-        ({"width": 12}, ["head_dim 3 is odd"]),
+        ({"hidden_size": 12}, ["head_dim 3 is odd"]),
         ({"windows": (None,)}, ["windows has 1 entries for 2 layers", "None = full"]),
         ({"windows": (None, 0)}, ["window 0 of layer 1 is below 1", '"full" (None in Python) for full']),
         ({"num_layers": 0}, ["num_layers", "greater than 0", "input_value=0"]),
         ({"rope_scaling": {"kind": "yarn"}}, ["rope_scaling 'yarn' is not supported", "Llama3RopeScaling"]),
         ({"dropout": 0.1}, ["dropout", "Extra inputs are not permitted"]),
-        ({"ffn_width": 0}, ["ffn_width", "greater than 0", "input_value=0"]),
-        ({"ffn_width": None}, ["neither ffn_width nor experts is given", "give ffn_width for dense layers"]),
-        ({"experts": EXPERTS}, ["both ffn_width 48 and experts are given", "a ffn_width of their own"]),
+        ({"intermediate_size": 0}, ["intermediate_size", "greater than 0", "input_value=0"]),
+        (
+            {"intermediate_size": None},
+            ["neither intermediate_size nor experts is given", "give intermediate_size for dense layers"],
+        ),
+        ({"experts": EXPERTS}, ["both intermediate_size 48 and experts are given", "a intermediate_size of their own"]),
     ],
 )
 def test_errors_name_the_values_and_the_way_out(changes, words):
@@ -78,7 +90,7 @@ def test_errors_name_the_values_and_the_way_out(changes, words):
     [
         ({"top_k": 9}, ["top_k 9 is more than 8 experts", "set top_k to at most 8, or num_experts to at least 9"]),
         ({"top_k": 1}, ["top_k 1 with normalise=true gives every expert the weight 1", "set normalise=false"]),
-        ({"ffn_width": 0}, ["experts.ffn_width", "greater than 0"]),
+        ({"intermediate_size": 0}, ["experts.intermediate_size", "greater than 0"]),
         ({"balance": -0.1}, ["experts.balance", "greater than or equal to 0"]),
         ({"balance_over": "token"}, ["experts.balance_over", "'batch' or 'document'"]),
         ({"capacity": 1.25}, ["experts.capacity", "Extra inputs are not permitted"]),
@@ -86,15 +98,15 @@ def test_errors_name_the_values_and_the_way_out(changes, words):
 )
 def test_errors_of_experts_name_the_values_and_the_way_out(changes, words):
     with pytest.raises(ValidationError) as caught:
-        make_config(ffn_width=None, experts=EXPERTS | changes)
+        make_config(intermediate_size=None, experts=EXPERTS | changes)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 def test_experts_are_frozen_values():
-    config = make_config(ffn_width=None, experts=EXPERTS)
+    config = make_config(intermediate_size=None, experts=EXPERTS)
     assert config.experts == ExpertsConfig(**EXPERTS)
     assert ModelConfig(**config.model_dump(mode="json")) == config
-    assert hash(config) == hash(make_config(ffn_width=None, experts=EXPERTS))
+    assert hash(config) == hash(make_config(intermediate_size=None, experts=EXPERTS))
     with pytest.raises(ValidationError, match="frozen"):
         config.experts.top_k = 3
 
@@ -107,7 +119,7 @@ def test_llama3_scaling_needs_a_band_between_its_factors():
 def test_configs_are_frozen_values():
     config = make_config(windows=[None, 3])
     with pytest.raises(ValidationError, match="frozen"):
-        config.width = 64
+        config.hidden_size = 64
     assert ModelConfig(**config.model_dump()) == config
     assert hash(config) == hash(make_config(windows=(None, 3)))
 

@@ -163,21 +163,21 @@ def test_a_region_outside_the_tensor_is_refused(region):
         normal((3, 5), region, seed=1, name="w", std=1.0, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("width", [0, 1, 4, 10])
-def test_keep_against_plain_python(width):
+@pytest.mark.parametrize("hidden_size", [0, 1, 4, 10])
+def test_keep_against_plain_python(hidden_size):
     tokens, seed, site, p = [[0, 7], [2**32 + 5, 2**63 - 1]], 2**63 + 12345, 2**32 - 2, 0.3
-    kept = keep(torch.tensor(tokens), width, p, seed=seed, site=site)
+    kept = keep(torch.tensor(tokens), hidden_size, p, seed=seed, site=site)
     right = [
         [
             [
                 python_philox([f // 4, t % 2**32, t >> 32, site], [seed % 2**32, seed >> 32])[f % 4] >= p * 2**32
-                for f in range(width)
+                for f in range(hidden_size)
             ]
             for t in row
         ]
         for row in tokens
     ]
-    assert kept.shape == (2, 2, width)
+    assert kept.shape == (2, 2, hidden_size)
     assert kept.dtype == torch.bool
     assert kept.tolist() == right
 

@@ -17,7 +17,7 @@ LLAMA31 = Llama3RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, ori
 
 def test_one_turn_by_hand():
     # D=4, theta=100: frequencies 1 and 0.1; position 2 turns (x0, x2) by 2 and (x1, x3) by 0.2.
-    config = make_config(num_heads=4, width=16, rope_theta=100.0)
+    config = make_config(num_heads=4, hidden_size=16, rope_theta=100.0)
     cos, sin = rotary_tables(torch.tensor([[2]]), config, torch.float64)
     x = torch.tensor([1.0, 1.0, 0.0, 0.0], dtype=torch.float64).reshape(1, 1, 1, 4)
     right = torch.tensor([math.cos(2), math.cos(0.2), math.sin(2), math.sin(0.2)], dtype=torch.float64)
@@ -33,7 +33,7 @@ def test_tables_equal_hugging_faces_bit_for_bit(scaling):
     theirs = LlamaRotaryEmbedding(LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope))
     positions = torch.tensor([[0, 1, 5, 8191, 131071]])
     right = theirs(torch.zeros(1), positions)
-    config = make_config(width=256, num_heads=2, num_kv_heads=1, rope_theta=500000.0, rope_scaling=scaling)
+    config = make_config(hidden_size=256, num_heads=2, num_kv_heads=1, rope_theta=500000.0, rope_scaling=scaling)
     for table, expected in zip(rotary_tables(positions, config, torch.bfloat16), right, strict=True):
         assert table.dtype == torch.float32
         assert torch.equal(table[:, 0], expected)

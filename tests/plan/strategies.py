@@ -5,16 +5,17 @@ from collections.abc import Callable
 import numpy as np
 from hypothesis import strategies as st
 
-from longspan.plan import LAYOUTS, Layout, Mask, plan_attention
+from longspan.names import BALANCED, LAYOUTS, ROUTES
+from longspan.plan import Layout, Mask, plan_attention
 
 DEGREES = (1, 2, 3, 4, 5, 8)
-NAMES = ("contiguous", "zigzag", "striped")
+NAMES = tuple(name for name in LAYOUTS if name != BALANCED)
 """Layouts that no mask changes."""
 
-ROWS_MOVE = ("ring", "rotate", "allgather", "exchange")
-HEADS_MOVE = ("ulysses", "upipe")
-INNER_HEADS = ("usp", "ring-ulysses", "rotate-ulysses", "allgather-ulysses", "exchange-ulysses")
-OUTER_HEADS = ("ulysses-ring",)
+ROWS_MOVE, HEADS_MOVE, INNER_HEADS, OUTER_HEADS = (
+    tuple(name for name, route in ROUTES.items() if route.heads == heads) for heads in ("none", "all", "inner", "outer")
+)
+"""Routes by the ranks that exchange heads."""
 HEAD_COUNTS = ((8, 2), (6, 2), (12, 6), (9, 3))
 
 Defined = tuple[Mask, Callable[[int, int], bool]]

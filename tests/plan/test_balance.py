@@ -71,9 +71,9 @@ def test_every_token_is_on_one_rank_and_counts_differ_by_one(masks, ranks):
 
 @thorough
 @given(weighted_masks(high=200), ranks_of, st.integers(0, 20), st.integers(0, 60))
-def test_no_rank_has_more_tokens_than_slots(masks, ranks, room, whole_below):
+def test_no_rank_has_more_tokens_than_slots(masks, ranks, room, min_split_tokens):
     slots = -(-masks[0][0].seq_len // ranks) + room
-    layout = balanced(masks, ranks, slots, whole_below=whole_below)
+    layout = balanced(masks, ranks, slots, min_split_tokens=min_split_tokens)
     check_partition(layout)
     assert layout.slots == slots >= layout.counts.max()
 
@@ -88,20 +88,20 @@ def test_a_document_stays_whole_where_slots_leave_room_for_it():
 
 @thorough
 @given(st.integers(1, 300).flatmap(lambda S: lengths_of(S, 30)), ranks_of, st.integers(0, 80))
-def test_documents_below_a_length_stay_whole(lengths, ranks, whole_below):
-    layout = Layout.balanced(Mask.documents(lengths), ranks, whole_below=whole_below)
+def test_documents_below_a_length_stay_whole(lengths, ranks, min_split_tokens):
+    layout = Layout.balanced(Mask.documents(lengths), ranks, min_split_tokens=min_split_tokens)
     check_partition(layout)
     lengths = [length for length in lengths if length]
-    assert (num_owners(layout, lengths)[np.array(lengths) < whole_below] == 1).all()
-    longest = max(whole_below - 1, deal_evenly([(Mask.documents(lengths), 1)], ranks) or 1)
+    assert (num_owners(layout, lengths)[np.array(lengths) < min_split_tokens] == 1).all()
+    longest = max(min_split_tokens - 1, deal_evenly([(Mask.documents(lengths), 1)], ranks) or 1)
     assert layout.counts.max() <= -(-sum(lengths) // ranks) + longest - 1
 
 
-@pytest.mark.parametrize(("lengths", "whole_below", "right"), [
+@pytest.mark.parametrize(("lengths", "min_split_tokens", "right"), [
     ([9, 7, 8], 10, [9, 15]), ([10, 10, 10], 11, [20, 10]), ([10, 10, 10], 10, [15, 15]), ([30, 4, 2], 5, [18, 18]),
 ])  # fmt: skip
-def test_token_counts_with_whole_documents_by_hand(lengths, whole_below, right):
-    layout = Layout.balanced(Mask.documents(lengths), 2, whole_below=whole_below)
+def test_token_counts_with_whole_documents_by_hand(lengths, min_split_tokens, right):
+    layout = Layout.balanced(Mask.documents(lengths), 2, min_split_tokens=min_split_tokens)
     assert sorted(layout.counts.tolist()) == sorted(right)
 
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from longspan.plan import LAYOUTS, Layout, Mask, Transfer, plan_attention
+from longspan.names import LAYOUTS
+from longspan.plan import Layout, Mask, Transfer, plan_attention
 
 from .brute import carry_out, check_transfers, owners
 from .strategies import layout_and_mask

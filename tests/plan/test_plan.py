@@ -175,8 +175,8 @@ def test_digest_tells_every_part_apart():
         plan_attention(layout, mask, "ulysses", (4, 2)),
         *(plan_attention(layout, mask, "usp", (4, 2), inner) for inner in (1, 2, 4)),
         plan_attention(layout, mask, "ulysses-ring", (4, 2), 2),
-        plan_attention(layout, mask, wire_dtype="bf16"),
-        plan_attention(layout, mask, wire_dtype="fp8"),
+        plan_attention(layout, mask, comm_dtype="bf16"),
+        plan_attention(layout, mask, comm_dtype="fp8"),
     ]
     assert len({plan.digest for plan in plans}) == len(plans)
     assert len(set(plans)) == len(plans)
@@ -222,7 +222,7 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), route="tube"),
             "route 'tube' is not known\n\nhint: choose one of auto, ring, allgather, rotate, exchange, ulysses, upipe, usp, "
-            "ring-ulysses, allgather-ulysses, rotate-ulysses, exchange-ulysses, ulysses-ring",
+            "allgather-ulysses, exchange-ulysses, ulysses-ring",
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), inner=2),
@@ -237,8 +237,8 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
             "0 query heads are not divisible by 0 KV heads\n\nhint: give at least one head",
         ),
         (
-            lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), wire_dtype="int4"),
-            "wire_dtype 'int4' is not known\n\nhint: choose one of bf16, fp8, or leave it out to send rows as they are",
+            lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), comm_dtype="int4"),
+            "comm_dtype 'int4' is not known\n\nhint: choose one of bf16, fp8, or leave it out to send rows as they are",
         ),
         (lambda: PLAN.area(2), "rank 2 is not one of the 2 ranks 0..1"),
         (lambda: PLAN.rank_plan(-1), "rank -1 is not one of the 2 ranks 0..1"),

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from longspan.plan import ROUTES, Layout, Mask, Plan, plan_attention
+from longspan.names import ROUTES
+from longspan.plan import Layout, Mask, Plan, plan_attention
 
 MASKS = {
     "causal": Mask.causal(24),
@@ -29,12 +30,12 @@ def make(
     slots: int | None = None,
     heads: tuple[int, int] | None = None,
     route: str = "ring",
-    wire_dtype: str | None = None,
+    comm_dtype: str | None = None,
 ) -> Plan:
     """Routes of two levels have an inner degree of 2."""
     inner = 2 if LEVELS[route] in ("inner", "outer") else None
     shards = Layout.named(layout, mask.seq_len, ranks, slots)
-    return plan_attention(shards, mask, route, heads, inner, wire_dtype=wire_dtype)
+    return plan_attention(shards, mask, route, heads, inner, comm_dtype=comm_dtype)
 
 
 def groups(plan: Plan) -> list[list[int]]:

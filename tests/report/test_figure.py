@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from longspan.advise import Planner
 from longspan.errors import SpecError
-from longspan.plan import ROUTES, Layout, Mask, plan_attention
+from longspan.names import ROUTES
+from longspan.plan import Layout, Mask
 from longspan.report import describe, draw_figure, save_figure
 from longspan.report.figure import _corner_bands
 from tests.report.plans import LAYOUTS, LEVELS, make
@@ -41,7 +43,7 @@ def words_of(path: Path) -> str:
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_captions_of_every_route(tmp_path: Path, route: str) -> None:
-    plan = make("zigzag", Mask.causal(8192), 4, heads=(8, 4), route=route, wire_dtype="bf16")
+    plan = make("zigzag", Mask.causal(8192), 4, heads=(8, 4), route=route, comm_dtype="bf16")
     save_figure(plan, describe(plan, 64, 2), tmp_path / "plan.svg")
     text, heads = words_of(tmp_path / "plan.svg"), LEVELS[route] != "none"
     unit = "group" if heads else "rank"
@@ -60,7 +62,7 @@ def test_captions_of_every_route(tmp_path: Path, route: str) -> None:
 
 
 def test_the_reason_stands_in_the_figure(tmp_path: Path) -> None:
-    plan = plan_attention(Layout.zigzag(8192, 4), Mask.causal(8192), "auto", (8, 8))
+    plan = Planner(4, route="auto", heads=(8, 8)).plan(Layout.zigzag(8192, 4), Mask.causal(8192))
     save_figure(plan, describe(plan, 64, 2), tmp_path / "plan.svg")
     assert plan.reason in words_of(tmp_path / "plan.svg")
 

@@ -15,7 +15,7 @@ from longspan.report.packs import pack_lines
 def make(**changes: Any) -> PackReport:
     """Documents 4 + 3 and 8, which has a rest of 1 elsewhere: 10 + 6 pairs, evenly, and 36, of which rank 1 has 27."""
     values: dict[str, Any] = {
-        "name": "rows.parquet", "epochs": 1, "row_tokens": 8, "packing": "fit", "cp": 2, "layout": "zigzag",
+        "name": "rows.parquet", "epochs": 1, "seq_len": 8, "packing": "fit", "cp": 2, "layout": "zigzag",
         "route": "ring", "masks": {"full": 1}, "heads": None, "head_dim": 4, "itemsize": 2,
         "lengths": np.array([4, 3, 8]), "num_documents": 3, "num_cut": 0,
         "tokens": np.array([7, 8]), "padding": np.array([1, 0]), "pairs": np.array([16, 36]),

@@ -80,14 +80,14 @@ def exchanged(plan: Plan, rank: int, size: int, row: int, grads: int) -> tuple[i
 
 @pytest.mark.parametrize("mask", ["causal", "window", "documents", "shared prefix"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("ranks", "wire_dtype"), [(4, None), (6, "fp8")])
+@pytest.mark.parametrize(("ranks", "comm_dtype"), [(4, None), (6, "fp8")])
 @pytest.mark.parametrize("route", LEVELS)
-def test_every_route_against_brute_sums(route: str, ranks: int, wire_dtype: str | None, layout: str, mask: str) -> None:
-    plan = make(layout, MASKS[mask], ranks, heads=(12, 3), route=route, wire_dtype=wire_dtype)
+def test_every_route_against_brute_sums(route: str, ranks: int, comm_dtype: str | None, layout: str, mask: str) -> None:
+    plan = make(layout, MASKS[mask], ranks, heads=(12, 3), route=route, comm_dtype=comm_dtype)
     report = describe(plan, head_dim=40, itemsize=2)
     seen, owner, together = plan.mask.dense(), owners(plan.layout), groups(plan)
     size, partial = 40 * 2, 2 * 40 * 4
-    row = 2 * (40 + 2) if wire_dtype else 2 * size
+    row = 2 * (40 + 2) if comm_dtype else 2 * size
     # A ring goes the way round that moves less.
     rows = min((arriving(plan, onward) for onward in (1, -1)), key=np.sum)
 
@@ -217,7 +217,7 @@ def test_json_holds_the_record() -> None:
     data = json.loads(report.to_json())
     assert list(data) == [
         *("layout", "mask", "route", "reason", "ranks", "head_degree", "row_degree", "inner", "seq_len", "slots"),
-        *("heads", "head_dim", "itemsize", "wire_dtype", "area", "blocks", "imbalance", "rows_sent", "grad_rows_sent"),
+        *("heads", "head_dim", "itemsize", "comm_dtype", "area", "blocks", "imbalance", "rows_sent", "grad_rows_sent"),
         *("plain_ring_rows", "rows_relative", "plain_ring_bytes", "bytes_relative", "bytes_forward", "bytes_backward"),
         *("bytes_heads_forward", "bytes_heads_backward", "per_rank"),
     ]

@@ -6,7 +6,9 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from longspan.plan import ROUTES, Layout, Mask, Plan, plan_attention
+from longspan.advise import Planner
+from longspan.names import ROUTES
+from longspan.plan import Layout, Mask, Plan
 from longspan.report import describe, plan_table, print_plan
 from longspan.report.palette import rank_colors, rank_symbol
 from tests.report.plans import LAYOUTS, make
@@ -69,7 +71,7 @@ def test_colour_paints_every_rank() -> None:
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_route_fits_80_columns(route: str, color: bool) -> None:
     for mask, layout in ((Mask.causal(23), "zigzag"), (Mask.documents([60_000, 71_072]), "striped")):
-        plan = make(layout, mask, 8, heads=(16, 4), route=route, wire_dtype="fp8")
+        plan = make(layout, mask, 8, heads=(16, 4), route=route, comm_dtype="fp8")
         text = Text.from_ansi(drawn(plan, color)).plain
         assert max(map(len, text.splitlines())) <= 80
         grouped = plan.degrees.heads > 1
@@ -110,7 +112,7 @@ def test_groups_pair_by_pair() -> None:
 
 
 def test_a_route_that_was_chosen_says_why() -> None:
-    plan = plan_attention(Layout.zigzag(8192, 4), Mask.causal(8192), "auto", (8, 8))
+    plan = Planner(4, route="auto", heads=(8, 8)).plan(Layout.zigzag(8192, 4), Mask.causal(8192))
     assert plan.reason in " ".join(drawn(plan).split())
     file = io.StringIO()
     Console(file=file, width=80).print(plan_table(describe(plan, 64, 2)))

@@ -28,7 +28,7 @@ def test_the_16_rank_example() -> None:
         "order tp-cp-ep-dp-pp, fastest to slowest",
         "2 nodes of 8 ranks",
         "4 replicas of the model (tp-pp), the first on ranks 0,1,8,9",
-        "a global batch is rows_per_batch x dp 2 x accumulation rows",
+        "a global batch is micro_batch_size x dp 2 x gradient_accumulation_steps rows",
         "",
         "axis       degree   groups   inside a node   nodes of a group",
         "─────────────────────────────────────────────────────────────",
@@ -64,9 +64,9 @@ def test_the_16_rank_example() -> None:
 
 
 def test_experts_domains_replicas_and_warnings() -> None:
-    report = describe_topology(Topology.of(8, tp=2, cp=2, ep=4, replicas=2, order="cp-tp-ep-dp-pp"), 4, domain=2)
+    report = describe_topology(Topology.of(8, tp=2, cp=2, ep=4, dp_replicate=2, order="cp-tp-ep-dp-pp"), 4, domain=2)
     lines = [line.rstrip() for line in drawn(report).splitlines()]
-    assert lines[0] == "8 ranks: dp 2 x tp 2 x pp 1 x cp 2, ep 4 x etp 1 x edp 2 a stage"
+    assert lines[0] == "8 ranks: dp 2 x tp 2 x pp 1 x cp 2, ep 4 x edp 2 a stage"
     assert lines[2] == "2 nodes of 4 ranks in domains of 2"
     assert " ".join(lines[6].split()) == "axis degree groups inside a domain inside a node nodes of a group"
     rows = {line.split()[0]: line.split()[1:] for line in lines[8:18] if line}
@@ -111,7 +111,7 @@ def test_large_nodes_are_folded_and_many_nodes_left_out() -> None:
     [
         (1, {}, {}),
         (13, {}, {}),
-        (64, {"tp": 2, "cp": 4, "pp": 2, "ep": 8, "replicas": 2}, {"domain": 4}),
+        (64, {"tp": 2, "cp": 4, "pp": 2, "ep": 8, "dp_replicate": 2}, {"domain": 4}),
         (128, {"tp": 8, "cp": 4}, {"ranks_per_node": 64, "domain": 4}),
         (146, {"pp": 2}, {"ranks_per_node": 73}),
         (4096, {"tp": 8, "cp": 16, "pp": 8, "ep": 64}, {"ranks_per_node": 16, "domain": 1}),
@@ -138,12 +138,12 @@ def test_plain_ascii_where_nothing_else_can_be_written() -> None:
 
 
 def test_record() -> None:
-    report = describe_topology(Topology.of(16, tp=2, cp=2, ep=2, replicas=2), 8, domain=2)
+    report = describe_topology(Topology.of(16, tp=2, cp=2, ep=2, dp_replicate=2), 8, domain=2)
     data = json.loads(report.to_json(more=[1, 2]))
     assert list(data) == [
         "world", "degrees", "order", "nodes", "ranks_per_node", "assumed", "domain", "warnings", "groups", "reach", "more",
     ]  # fmt: skip
-    assert data["degrees"] == {"dp": 4, "tp": 2, "pp": 1, "cp": 2, "ep": 2, "etp": 1, "edp": 8, "replicas": 2}
+    assert data["degrees"] == {"dp": 4, "tp": 2, "pp": 1, "cp": 2, "ep": 2, "edp": 8, "dp_replicate": 2}
     assert (data["ranks_per_node"], data["assumed"], data["domain"], data["more"]) == (8, False, 2, [1, 2])
     dense = [
         "tp",
@@ -161,20 +161,8 @@ def test_record() -> None:
         "tp-cp-pp",
     ]
     dense += ["dp-cp-pp", "tp-dp-cp-pp", "replica", "shard"]
-    experts = [
-        "etp",
-        "ep",
-        "edp",
-        "etp-ep",
-        "etp-edp",
-        "etp-pp",
-        "ep-edp",
-        "ep-pp",
-        "edp-pp",
-        "etp-ep-edp",
-        "etp-ep-pp",
-    ]
-    assert list(data["groups"]) == [*dense, *experts, "etp-edp-pp", "ep-edp-pp", "etp-ep-edp-pp"]
+    experts = ["ep", "edp", "ep-edp", "ep-pp", "edp-pp", "ep-edp-pp"]
+    assert list(data["groups"]) == [*dense, *experts]
     assert data["groups"]["replica"] == [[rank, rank + 8] for rank in range(8)]
     assert data["reach"]["ep"] == {"degree": 2, "groups": 8, "inside_node": 8, "inside_domain": 8, "nodes": 1}
     assert data["reach"]["dp"] == {"degree": 4, "groups": 4, "inside_node": 0, "inside_domain": 0, "nodes": 2}

@@ -42,18 +42,7 @@ def test_experts_fold_over_a_stage():
     assert lists(topology.groups("ep")) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert lists(topology.groups("edp")) == [[r, r + 4] for r in (0, 1, 2, 3, 8, 9, 10, 11)]
     assert lists(topology.groups("ep-pp"))[0] == [0, 1, 2, 3, 8, 9, 10, 11]
-    assert topology.groups("etp-ep") == topology.groups("ep")
-    assert topology.coordinates(14) == {"tp": 0, "cp": 1, "dp": 1, "pp": 1, "etp": 0, "ep": 2, "edp": 1, "replica": 0}
-
-
-def test_experts_cut_by_tp_of_their_own():
-    # etp 2 takes tp's place, the fastest; ep 2 follows: ranks 0, 1 share an expert, 2, 3 the next.
-    topology = Topology.of(8, cp=4, ep=2, etp=2)
-    assert (topology.dp, topology.edp) == (2, 2)
-    assert lists(topology.groups("etp")) == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert lists(topology.groups("ep")) == [[0, 2], [1, 3], [4, 6], [5, 7]]
-    assert lists(topology.groups("etp-ep")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert lists(topology.groups("edp")) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert topology.coordinates(14) == {"tp": 0, "cp": 1, "dp": 1, "pp": 1, "ep": 2, "edp": 1, "replica": 0}
 
 
 def test_another_order():
@@ -66,7 +55,7 @@ def test_another_order():
 
 
 def test_replicas_are_the_outer_part_of_dp():
-    topology = Topology.of(16, cp=2, tp=2, replicas=2)
+    topology = Topology.of(16, cp=2, tp=2, dp_replicate=2)
     assert lists(topology.groups("dp")) == [[r, r + 4, r + 8, r + 12] for r in range(4)]
     assert lists(topology.groups("replica")) == [[r, r + 8] for r in range(8)]
     assert lists(topology.groups("shard")) == [[0, 2, 4, 6], [1, 3, 5, 7], [8, 10, 12, 14], [9, 11, 13, 15]]
@@ -94,9 +83,9 @@ def test_two_levels_of_cp():
 def test_cp_ranks_are_not_data_ranks():
     assert Topology.of(8, tp=2, cp=2).dp == 2
     topology = Topology.of(4, cp=2)
-    assert topology.global_batch(1, accumulation=2) == 4
-    assert topology.steps_per_epoch(64, rows_per_batch=1, accumulation=2) == 16
-    assert topology.steps_per_epoch(65, rows_per_batch=1, accumulation=2) == 17
+    assert topology.global_batch(1, gradient_accumulation_steps=2) == 4
+    assert topology.steps_per_epoch(64, micro_batch_size=1, gradient_accumulation_steps=2) == 16
+    assert topology.steps_per_epoch(65, micro_batch_size=1, gradient_accumulation_steps=2) == 17
     assert Topology(dp=3, tp=2, pp=2).global_batch(5) == 15
 
 
@@ -124,28 +113,27 @@ small = st.integers(1, 3)
 
 @st.composite
 def specs(draw):
-    """Degrees and an order; ep and etp divide a stage, replicas divide dp."""
+    """Degrees and an order; ep divides a stage, dp_replicate divides dp."""
     spec = {name: draw(small) for name in ("tp", "pp", "cp")} | {"dp": draw(st.sampled_from([1, 2, 3, 4, 6]))}
     stage = spec["tp"] * spec["cp"] * spec["dp"]
-    etp = draw(st.sampled_from([n for n in (1, 1, 2, 3) if stage % n == 0]))
-    ep = draw(st.sampled_from([n for n in range(1, stage // etp + 1) if stage % (etp * n) == 0]))
-    replicas = draw(st.sampled_from([n for n in range(1, spec["dp"] + 1) if spec["dp"] % n == 0]))
-    return spec | {"ep": ep, "etp": etp, "replicas": replicas, "order": draw(st.sampled_from(ORDERS))}
+    ep = draw(st.sampled_from([n for n in range(1, stage + 1) if stage % n == 0]))
+    dp_replicate = draw(st.sampled_from([n for n in range(1, spec["dp"] + 1) if spec["dp"] % n == 0]))
+    return spec | {"ep": ep, "dp_replicate": dp_replicate, "order": draw(st.sampled_from(ORDERS))}
 
 
 def expert_places(spec, dense):
     """Coordinates on the experts' axes, or None where the order gives them other pipeline groups than attention."""
-    sizes = {"etp": spec["etp"], "ep": spec["ep"], "pp": spec["pp"]}
-    sizes["edp"] = spec["tp"] * spec["cp"] * spec["dp"] // (spec["etp"] * spec["ep"])
-    if spec["ep"] == spec["etp"] == 1:
+    sizes = {"ep": spec["ep"], "pp": spec["pp"]}
+    sizes["edp"] = spec["tp"] * spec["cp"] * spec["dp"] // spec["ep"]
+    if spec["ep"] == 1:
         seen = defaultdict(int)
         places = []
         for place in dense:
-            places.append({"pp": place["pp"], "edp": seen[place["pp"]], "ep": 0, "etp": 0})
+            places.append({"pp": place["pp"], "edp": seen[place["pp"]], "ep": 0})
             seen[place["pp"]] += 1
         return places
-    names = {"tp": "etp", "dp": "edp", "ep": "ep", "pp": "pp"}
-    places = enumerated(sizes, [names[axis] for axis in spec["order"].split("-") if axis != "cp"])
+    names = {"dp": "edp", "ep": "ep", "pp": "pp"}
+    places = enumerated(sizes, [names[axis] for axis in spec["order"].split("-") if axis in names])
     return places if together(places, {"pp"}) == together(dense, {"pp"}) else None
 
 
@@ -161,15 +149,15 @@ def test_every_group_is_that_of_an_enumeration(spec):
         return
     topology = Topology(**spec)
     assert topology.world == len(dense)
-    for places, axes in ((dense, ("tp", "cp", "dp", "pp")), (experts, ("etp", "ep", "edp", "pp"))):
-        for count in range(1, 5):
+    for places, axes in ((dense, ("tp", "cp", "dp", "pp")), (experts, ("ep", "edp", "pp"))):
+        for count in range(1, len(axes) + 1):
             for some in combinations(axes, count):
                 groups = lists(topology.groups("-".join(some)))
                 assert groups == together(places, set(some))
                 assert groups == lists(topology.groups("-".join(reversed(some))))
                 assert {len(group) for group in groups} == {topology.degree("-".join(some))}
                 assert sorted(rank for group in groups for rank in group) == list(range(len(dense)))
-    inner_dp = spec["dp"] // spec["replicas"]
+    inner_dp = spec["dp"] // spec["dp_replicate"]
     for rank, (place, expert) in enumerate(zip(dense, experts, strict=True)):
         expected = place | expert | {"replica": place["dp"] // inner_dp}
         assert topology.coordinates(rank) == expected
@@ -180,7 +168,7 @@ def test_every_group_is_that_of_an_enumeration(spec):
 
 
 @thorough
-@given(specs(), st.permutations(["pp", "dp", "cp", "tp"]), st.permutations(["pp", "edp", "ep", "etp"]))
+@given(specs(), st.permutations(["pp", "dp", "cp", "tp"]), st.permutations(["pp", "edp", "ep"]))
 def test_a_grid_has_every_rank_at_its_coordinates(spec, dense, experts):
     try:
         topology = Topology(**spec)
@@ -247,29 +235,28 @@ def test_a_grid_may_leave_out_axes_of_one_rank():
             "order 'tp-cp-dp-pp' does not name each of tp, cp, ep, dp, pp once\n\n"
             'hint: write the axes from fastest to slowest, such as "tp-cp-ep-dp-pp"',
         ),
-        (lambda: Topology(dp=6, replicas=4), "replicas=4 does not divide dp=6\n\nhint: set replicas to 1, 2, 3 or 6"),
         (
-            lambda: Topology(dp=2, tp=2, cp=2, ep=3),
-            "etp 1 x ep 3 does not divide the 8 ranks of a stage (tp 2 x cp 2 x dp 2)\n\nhint: set ep to 1, 2, 4 or 8",
+            lambda: Topology(dp=6, dp_replicate=4),
+            "dp_replicate=4 does not divide dp=6\n\nhint: set dp_replicate to 1, 2, 3 or 6",
         ),
         (
-            lambda: Topology(dp=2, tp=2, cp=2, etp=3),
-            "etp 3 x ep 1 does not divide the 8 ranks of a stage (tp 2 x cp 2 x dp 2)\n\nhint: set etp to 1, 2, 4 or 8",
+            lambda: Topology(dp=2, tp=2, cp=2, ep=3),
+            "ep=3 does not divide the 8 ranks of a stage (tp 2 x cp 2 x dp 2)\n\nhint: set ep to 1, 2, 4 or 8",
         ),
         (
             lambda: Topology(dp=2, tp=2, pp=2, ep=4, order="tp-pp-cp-ep-dp"),
-            'order "tp-pp-cp-ep-dp" with etp 1 x ep 4 numbers the pipeline groups of attention 0, 2, ... and those of the '
+            'order "tp-pp-cp-ep-dp" with ep 4 numbers the pipeline groups of attention 0, 2, ... and those of the '
             'experts 0, 1, ...: a stage would have other ranks for each\n\nhint: put pp last: "tp-cp-ep-dp-pp"',
         ),
         (
             lambda: Topology(dp=4).groups("sp"),
-            "axis 'sp' of 'sp' is not known\n\nhint: axes are tp, cp, dp, pp; replica and shard, for HSDP; etp, ep, edp, of "
+            "axis 'sp' of 'sp' is not known\n\nhint: axes are tp, cp, dp, pp; replica and shard, for HSDP; ep, edp, of "
             "experts; joined as in dp-cp",
         ),
         (lambda: Topology(dp=4).groups("dp-cp-dp"), "'dp-cp-dp' names replica twice\n\nhint: name every axis once"),
         (
             lambda: Topology(dp=4).groups("cp-ep"),
-            "'cp-ep' mixes cp with ep: the axes of attention (tp, cp, dp) and of experts (etp, ep, edp) number the same ranks "
+            "'cp-ep' mixes cp with ep: the axes of attention (tp, cp, dp) and of experts (ep, edp) number the same ranks "
             "in two ways\n\nhint: take axes of one kind; pp goes with either",
         ),
         (
@@ -280,7 +267,7 @@ def test_a_grid_may_leave_out_axes_of_one_rank():
         (lambda: Topology(dp=2).coordinates(2), "rank 2 is not one of the 2 ranks 0..1"),
         (
             lambda: Topology(dp=2).global_batch(0),
-            "rows_per_batch=0 is below 1\n\nhint: every degree and every count is at least 1",
+            "micro_batch_size=0 is below 1\n\nhint: every degree and every count is at least 1",
         ),
     ],
 )

@@ -1,38 +1,44 @@
 """What no model, route or schedule can run on: each wrong topology with the words that a stranger gets."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
 from longspan.errors import SpecError
-from longspan.topology import ModelShape, Topology, check_model
+from longspan.topology import ExpertsShape, ModelShape, Topology, check_model
 
-SHAPE = ModelShape(num_layers=8, num_heads=8, num_kv_heads=4, ffn_width=256, vocab_size=1000)
-EXPERTS = ModelShape(num_layers=8, num_heads=8, num_kv_heads=4, ffn_width=256, vocab_size=1000, num_experts=8)
+SHAPE = ModelShape(
+    num_layers=8, hidden_size=64, head_dim=8, num_heads=8, num_kv_heads=4, intermediate_size=256, vocab_size=1000
+)
+EXPERTS = replace(
+    SHAPE, experts=ExpertsShape(num_experts=8, top_k=2, intermediate_size=64, shared_intermediate_size=256)
+)
 
 
 def shape(**changes) -> ModelShape:
-    return ModelShape(**vars(SHAPE) | changes)
+    return replace(SHAPE, **changes)
 
 
 WRONG = {
     "query heads": (
         Topology(dp=1, tp=3), shape(num_heads=8, num_kv_heads=4), {},
-        "tp=3 does not divide 8 query heads\n\nhint: tp divides heads, ffn_width and vocab_size: set it to 1, 2 or 4",
+        "tp=3 does not divide 8 query heads\n\nhint: tp divides heads, intermediate_size and vocab_size: set it to 1, 2 or 4",
     ),
     "KV heads": (
         Topology(dp=1, tp=4), shape(num_heads=8, num_kv_heads=2), {},
-        "tp=4 does not divide 2 KV heads\n\nhint: tp divides heads, ffn_width and vocab_size: set it to 1 or 2",
+        "tp=4 does not divide 2 KV heads\n\nhint: tp divides heads, intermediate_size and vocab_size: set it to 1 or 2",
     ),
     "ffn": (
-        Topology(dp=1, tp=4), shape(ffn_width=250), {},
-        "tp=4 does not divide ffn_width=250\n\n"
-        "hint: tp divides heads, ffn_width and vocab_size: set it to 1 or 2; or make ffn_width a multiple, such as 252",
+        Topology(dp=1, tp=4), shape(intermediate_size=250), {},
+        "tp=4 does not divide intermediate_size=250\n\n"
+        "hint: tp divides heads, intermediate_size and vocab_size: set it to 1 or 2; or make intermediate_size a multiple, "
+            "such as 252",
     ),
     "vocabulary": (
         Topology(dp=1, tp=2), shape(vocab_size=50257), {},
         "tp=2 does not divide vocab_size=50257\n\n"
-        "hint: tp divides heads, ffn_width and vocab_size: set it to 1; or make vocab_size a multiple, such as 50258",
+        "hint: tp divides heads, intermediate_size and vocab_size: set it to 1; or make vocab_size a multiple, such as 50258",
     ),
     "GQA": (
         Topology(dp=1), shape(num_heads=9, num_kv_heads=4), {},
@@ -60,42 +66,37 @@ WRONG = {
         Topology(dp=2, ep=2), SHAPE, {},
         "ep=2 for a model without experts\n\nhint: set ep to 1, or give the model num_experts",
     ),
-    "etp": (
-        Topology(dp=2, tp=2, etp=2), EXPERTS, {},
-        "etp=2 is not supported: an expert is whole on its rank\n\nhint: set etp to 1: TP ranks hold tokens of their own under "
-        "sequence parallelism and serve as expert ranks",
-    ),
     "experts without sp": (
         Topology(dp=2, tp=2, ep=2), EXPERTS, {"sp": False},
         "tp=2 and experts with sp=false: TP ranks hold the same tokens, and each would route them\n\n"
         "hint: set sp to true, or tp to 1",
     ),
     "layers": (
-        Topology(dp=1, pp=9), SHAPE, {"accumulation": 9},
+        Topology(dp=1, pp=9), SHAPE, {"gradient_accumulation_steps": 9},
         "pp=9 makes 9 stages, and the model has 8 layers\n\nhint: a stage has at least one layer: set pp to at most 8",
     ),
     "layers of interleaved stages": (
-        Topology(dp=1, pp=4), SHAPE, {"accumulation": 4, "schedule": "interleaved", "stages_per_rank": 3},
+        Topology(dp=1, pp=4), SHAPE, {"gradient_accumulation_steps": 4, "schedule": "interleaved", "stages_per_rank": 3},
         "pp=4 x stages_per_rank=3 makes 12 stages, and the model has 8 layers\n\n"
         "hint: a stage has at least one layer: set pp to at most 2; or lower stages_per_rank",
     ),
     "micro-batches": (
-        Topology(dp=1, pp=4), SHAPE, {"accumulation": 2},
-        "accumulation=2 is less than pp=4: with fewer micro-batches than stages some would always idle\n\n"
-        "hint: set accumulation to 4 or more; or lower pp",
+        Topology(dp=1, pp=4), SHAPE, {"gradient_accumulation_steps": 2},
+        "gradient_accumulation_steps=2 is less than pp=4: with fewer micro-batches than stages some would always idle\n\n"
+        "hint: set gradient_accumulation_steps to 4 or more; or lower pp",
     ),
     "rounds of micro-batches": (
-        Topology(dp=1, pp=4), SHAPE, {"accumulation": 6, "schedule": "interleaved", "stages_per_rank": 2},
-        "accumulation=6 is not a multiple of pp=4, which schedule 'interleaved' needs\n\n"
-        "hint: set accumulation to 4 or 8; or schedule to '1f1b'",
+        Topology(dp=1, pp=4), SHAPE, {"gradient_accumulation_steps": 6, "schedule": "interleaved", "stages_per_rank": 2},
+        "gradient_accumulation_steps=6 is not a multiple of pp=4, which schedule 'interleaved' needs\n\n"
+        "hint: set gradient_accumulation_steps to 4 or 8; or schedule to '1f1b'",
     ),
     "nothing to interleave": (
-        Topology(dp=1, pp=2), SHAPE, {"accumulation": 2, "schedule": "interleaved"},
+        Topology(dp=1, pp=2), SHAPE, {"gradient_accumulation_steps": 2, "schedule": "interleaved"},
         "schedule 'interleaved' with stages_per_rank=1: there is nothing to interleave\n\n"
         "hint: set stages_per_rank to 2 or more; or schedule to '1f1b'",
     ),
     "stages that 1f1b has not": (
-        Topology(dp=1, pp=2), SHAPE, {"accumulation": 2, "stages_per_rank": 2},
+        Topology(dp=1, pp=2), SHAPE, {"gradient_accumulation_steps": 2, "stages_per_rank": 2},
         "stages_per_rank=2 means nothing to schedule '1f1b', which has one stage a rank\n\n"
         "hint: set stages_per_rank to 1; or schedule to 'interleaved' or 'zero-bubble'",
     ),
@@ -115,8 +116,8 @@ WRONG = {
         "schedule 'gpipe' is not known\n\nhint: choose one of 1f1b, interleaved, zero-bubble",
     ),
     "no micro-batch": (
-        Topology(dp=1), SHAPE, {"accumulation": 0},
-        "accumulation=0, stages_per_rank=1: both are counts from 1\n\nhint: leave them out for 1",
+        Topology(dp=1), SHAPE, {"gradient_accumulation_steps": 0},
+        "gradient_accumulation_steps=0, stages_per_rank=1: both are counts from 1\n\nhint: leave them out for 1",
     ),
     "nodes that split tp": (
         Topology(dp=6, tp=4), SHAPE, {"ranks_per_node": 6},
@@ -164,7 +165,7 @@ def test_every_degree_that_a_hint_names_fits(case, axis):
 @pytest.mark.parametrize(
     ("topology", "model", "options"),
     [
-        (Topology(dp=2, tp=2, cp=2, pp=2), SHAPE, {"accumulation": 2, "ranks_per_node": 8}),
+        (Topology(dp=2, tp=2, cp=2, pp=2), SHAPE, {"gradient_accumulation_steps": 2, "ranks_per_node": 8}),
         (Topology(dp=1, tp=2, cp=4), SHAPE, {"route": "ulysses"}),
         (Topology(dp=1, tp=4, cp=4), SHAPE, {"route": "usp", "inner": 2}),
         (Topology(dp=1, tp=4, cp=4), SHAPE, {"route": "auto"}),
@@ -172,9 +173,13 @@ def test_every_degree_that_a_hint_names_fits(case, axis):
         (Topology(dp=2, cp=2, ep=4), EXPERTS, {}),
         (Topology(dp=2, tp=2, ep=2), EXPERTS, {}),
         (Topology(dp=2, tp=2), SHAPE, {"sp": False}),
-        (Topology(dp=1, pp=8), SHAPE, {"accumulation": 9}),
-        (Topology(dp=1, pp=2), SHAPE, {"accumulation": 4, "schedule": "interleaved", "stages_per_rank": 4}),
-        (Topology(dp=1, pp=2), SHAPE, {"accumulation": 2, "schedule": "zero-bubble"}),
+        (Topology(dp=1, pp=8), SHAPE, {"gradient_accumulation_steps": 9}),
+        (
+            Topology(dp=1, pp=2),
+            SHAPE,
+            {"gradient_accumulation_steps": 4, "schedule": "interleaved", "stages_per_rank": 4},
+        ),
+        (Topology(dp=1, pp=2), SHAPE, {"gradient_accumulation_steps": 2, "schedule": "zero-bubble"}),
         (Topology(dp=1, tp=4), SHAPE, {"ranks_per_node": 8}),
     ],
 )

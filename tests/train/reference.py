@@ -46,7 +46,7 @@ class Drop(NamedTuple):
 def train(config: TrainConfig, steps: list[list[list[Document]]], *, dropout: bool = False) -> History:
     """One optimizer step for each list of rows, on the mean over all their targets, and the mean loss of the first rows after.
 
-    With dropout, row `r` of all rows holds the tokens from number `r * row_tokens` on.
+    With dropout, row `r` of all rows holds the tokens from number `r * seq_len` on.
     """
     assert config.model is not None, "the tests give the shape of the model"
     weights = {name: w.detach().clone().requires_grad_() for name, w in make_model(config).state_dict().items()}
@@ -57,7 +57,7 @@ def train(config: TrainConfig, steps: list[list[list[Document]]], *, dropout: bo
     losses, norms, balance, first = [], [], [], {}
     for index, rows in enumerate(steps):
         adam.zero_grad()
-        places = [(index * len(rows) + r) * config.data.row_tokens for r in range(len(rows))] if dropout else None
+        places = [(index * len(rows) + r) * config.data.seq_len for r in range(len(rows))] if dropout else None
         loss, extra = losses_of(weights, config, rows, places)
         (loss + extra).backward()
         balance.append(float(extra.detach()) if config.model.experts and config.model.experts.balance else None)
@@ -182,7 +182,7 @@ def _experts(h: Tensor, w: dict[str, Any], experts: ExpertsConfig, probabilities
     for e in range(experts.num_experts):
         gate, up = w["mlp.experts.gate_up_proj"][e].chunk(2)
         parts.append(weights[:, e, None] * _feed(h, gate, up, w["mlp.experts.down_proj"][e]))
-    if experts.shared_ffn_width:
+    if experts.shared_intermediate_size:
         parts.append(_feed(h, *(w[f"mlp.shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down"))))
     return torch.stack(parts).sum(0)
 

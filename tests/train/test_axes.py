@@ -25,7 +25,8 @@ from tests.train.tiny import Document, make_batch, make_config, make_step, numbe
 STEPS = 3
 TOKENS = 48
 MODEL = {
-    "vocab_size": 64, "width": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "ffn_width": 24, "init_std": 0.3,
+    "vocab_size": 64, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24,
+    "init_std": 0.3,
 }  # fmt: skip
 
 
@@ -39,7 +40,7 @@ def rows_of(num: int) -> list[list[list[Document]]]:
 
 def axes_config(**changes: Any) -> TrainConfig:
     """`optim.eps` is well above the rounding of gradients, which Adam would otherwise magnify where they are tiny."""
-    usual = {"accumulation": 2, "dropout": 0.25, "data__row_tokens": TOKENS, "optim__eps": 1e-5}
+    usual = {"gradient_accumulation_steps": 2, "dropout": 0.25, "data__seq_len": TOKENS, "optim__eps": 1e-5}
     return make_config(**{"model": dict(MODEL), **usual, **changes})
 
 
@@ -47,8 +48,7 @@ def batches_of(config: TrainConfig, dp_rank: int, dp: int, step: int, rows: list
     """This dp rank's micro-batches: rows are dealt to dp ranks in turn, and numbered as the loader does."""
     count = len(rows)
     return [
-        numbered_batch(rows[index], (step * count + index) * config.data.row_tokens)
-        for index in range(dp_rank, count, dp)
+        numbered_batch(rows[index], (step * count + index) * config.data.seq_len) for index in range(dp_rank, count, dp)
     ]
 
 
@@ -86,7 +86,7 @@ def check(**changes: Any) -> None:
     """A run with these changes on as many ranks as it asks for, against plain torch."""
     config = axes_config(**changes)
     topology = topology_of(config)
-    num_rows = config.accumulation * topology.dp
+    num_rows = config.gradient_accumulation_steps * topology.dp
     first, *others = run_ranks(topology.world, train_on_ranks, config, rows_of(num_rows))
     assert first["timeouts"] == {60.0}, "the world's, of whatever group FSDP2, DTensor and pipelining use"
     assert first["gathered by"] <= {"all-gather", "broadcast"}, "no messages, which NCCL wants in batches"
@@ -117,12 +117,12 @@ def on(**parallel: Any) -> dict[str, Any]:
 
 def experts(**changes: Any) -> dict[str, Any]:
     """Experts in the place of the MLP."""
-    usual = {"num_experts": 4, "top_k": 2, "ffn_width": 8, "shared_ffn_width": 8, "balance": 0.1}
-    return {"model__ffn_width": None, "model__experts": usual | changes}
+    usual = {"num_experts": 4, "top_k": 2, "intermediate_size": 8, "shared_intermediate_size": 8, "balance": 0.1}
+    return {"model__intermediate_size": None, "model__experts": usual | changes}
 
 
 TIED, EXPERTS = {"model__tie_embeddings": True}, experts()
-BY_DOCUMENT = experts(balance_over="document", shared_ffn_width=0, normalise=False)
+BY_DOCUMENT = experts(balance_over="document", shared_intermediate_size=0, normalise=False)
 
 RUNS: dict[str, dict[str, Any]] = {
     "tp2": on(tp=2),
@@ -133,7 +133,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "cp2pp2, 1f1b": on(cp=2, pp=2),
     "cp2pp2, interleaved": on(cp=2, pp=2, schedule="interleaved"),
     "cp2dp2, fsdp": on(cp=2, dp=2),
-    "cp2dp2, hsdp": on(cp=2, dp=2, replicas=2),
+    "cp2dp2, hsdp": on(cp=2, dp=2, dp_replicate=2),
     "ep2": {**on(dp=2, ep=2), **EXPERTS},
     "cp2ep2": {**on(cp=2, ep=2), **EXPERTS},
     "tp2cp2dp2pp2": on(tp=2, cp=2, dp=2, pp=2),
@@ -153,17 +153,17 @@ OTHERS: dict[str, dict[str, Any]] = {
     "tp2, recompute block": {**on(tp=2), "recompute": "block"},
     "tp2cp2, recompute full": {**on(tp=2, cp=2), "recompute": "full"},
     "tp2cp2, ulysses": on(tp=2, cp=2, route="ulysses"),
-    "tp2cp2, slots": on(tp=2, cp=2, slots_multiple_of=3),
-    "tp2dp2, hsdp": on(tp=2, dp=2, replicas=2),
+    "tp2cp2, slots": on(tp=2, cp=2, pad_to_multiple_of=3),
+    "tp2dp2, hsdp": on(tp=2, dp=2, dp_replicate=2),
     "tp2cp2, order": on(tp=2, cp=2, order="cp-tp-ep-dp-pp"),
     "tp2cp2pp2, order": on(tp=2, cp=2, pp=2, order="pp-dp-ep-cp-tp"),
     "cp2dp2, dp before cp": on(cp=2, dp=2, order="dp-cp-tp-ep-pp"),
-    "cp2dp4, dp before cp, hsdp": on(cp=2, dp=4, replicas=2, order="dp-cp-tp-ep-pp"),
+    "cp2dp4, dp before cp, hsdp": on(cp=2, dp=4, dp_replicate=2, order="dp-cp-tp-ep-pp"),
     "tp2cp2dp2, dp before cp": on(tp=2, cp=2, dp=2, order="dp-tp-cp-ep-pp"),
     "pp2, tied": {**on(pp=2), **TIED},
     "tp2pp2, tied": {**on(tp=2, pp=2), **TIED},
     "cp2pp2, tied, interleaved": {**on(cp=2, pp=2, schedule="interleaved"), **TIED},
-    "pp4": {**on(pp=4), "accumulation": 4},
+    "pp4": {**on(pp=4), "gradient_accumulation_steps": 4},
     "pp2, recompute block": {**on(pp=2), "recompute": "block"},
     "pp2, uneven stages": {**on(pp=2), "model__num_layers": 3},
     "cp2pp2, balanced, windows": {**on(cp=2, pp=2, layout="balanced"), "model__windows": [5, None, 5, None]},
@@ -176,11 +176,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cp2ep2, by document": {**on(cp=2, ep=2), **BY_DOCUMENT},
     "cp2pp2ep2": {**on(cp=2, pp=2, ep=2), **EXPERTS},
     "dp2ep2, recompute block": {**on(dp=2, ep=2), **EXPERTS, "recompute": "block"},
-    "cp2dp2ep2, hsdp": {**on(cp=2, dp=2, ep=2, replicas=2), **EXPERTS},
+    "cp2dp2ep2, hsdp": {**on(cp=2, dp=2, ep=2, dp_replicate=2), **EXPERTS},
     "cp2dp2, each reduced": on(cp=2, dp=2, defer_reduction=False),
     "tp2dp2ep2, each reduced": {**on(tp=2, dp=2, ep=2, defer_reduction=False), **EXPERTS},
     "cp2, ddp, each reduced": on(cp=2, wrapper="ddp", defer_reduction=False),
-    "cp2, compiled": {**on(cp=2, slots_multiple_of=24), "compile": True},
+    "cp2, compiled": {**on(cp=2, pad_to_multiple_of=24), "compile": True},
     "cp2, ddp, experts": {**on(cp=2, wrapper="ddp"), **EXPERTS},
 }
 
@@ -197,7 +197,10 @@ def test_others_equal_one_rank(run: str) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tp and KV heads": (on(tp=4), r"tp=4 does not divide 2 KV heads\s+hint: .* set it to 1 or 2"),
-    "tp and the MLP": ({**on(tp=2), "model__ffn_width": 25}, r"does not divide ffn_width=25\s+hint: .* such as 26"),
+    "tp and the MLP": (
+        {**on(tp=2), "model__intermediate_size": 25},
+        r"does not divide intermediate_size=25\s+hint: .* such as 26",
+    ),
     "tp and the vocabulary": ({**on(tp=2), "model__vocab_size": 65}, r"vocab_size=65\s+hint: .* such as 66"),
     "ulysses after tp": (
         on(tp=2, cp=4, route="ulysses"),
@@ -208,20 +211,20 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"degree 4 does not divide 2 query heads.*\s+hint: set inner=",
     ),
     "stages and layers": (
-        {**on(pp=8), "accumulation": 8},
+        {**on(pp=8), "gradient_accumulation_steps": 8},
         r"8 stages, and the model has 4 layers\s+hint: .* at most 4",
     ),
     "virtual stages and layers": (
-        {**on(pp=4, schedule="interleaved"), "accumulation": 4},
+        {**on(pp=4, schedule="interleaved"), "gradient_accumulation_steps": 4},
         r"pp=4 x stages_per_rank=2 makes 8 stages, .*\s+hint: .*or lower stages_per_rank",
     ),
     "few micro-batches": (
-        {**on(pp=4), "accumulation": 2},
-        r"accumulation=2 is less than pp=4.*\s+hint: set accumulation to 4",
+        {**on(pp=4), "gradient_accumulation_steps": 2},
+        r"gradient_accumulation_steps=2 is less than pp=4.*\s+hint: set accumulation to 4",
     ),
     "odd micro-batches": (
-        {**on(pp=2, schedule="interleaved"), "accumulation": 3},
-        r"accumulation=3 is not a multiple of pp=2.*\s+hint: .*2 or 4",
+        {**on(pp=2, schedule="interleaved"), "gradient_accumulation_steps": 3},
+        r"gradient_accumulation_steps=3 is not a multiple of pp=2.*\s+hint: .*2 or 4",
     ),
     "stages of 1f1b": (on(pp=2, stages_per_rank=2), r"stages_per_rank=2 means nothing to schedule '1f1b'"),
     "a schedule without stages": (on(schedule="zero-bubble"), r"'zero-bubble' means nothing to pp=1"),
@@ -233,7 +236,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {**on(tp=2, sp=False), **EXPERTS},
         r"TP ranks hold the same tokens.*\s+hint: set sp to true",
     ),
-    "replicas": (on(dp=2, replicas=3), r"replicas=3 does not divide dp=2\s+hint: set replicas to 1 or 2"),
+    "dp_replicate": (on(dp=2, dp_replicate=3), r"dp_replicate=3 does not divide dp=2\s+hint: set replicas to 1 or 2"),
     "the order": (on(order="tp-cp-dp-pp"), r"does not name each of tp, cp, ep, dp, pp once"),
     "tp across nodes": (
         on(tp=2, cp=2, ranks_per_node=2, order="cp-tp-ep-dp-pp"),

@@ -28,8 +28,8 @@ from tests.train.tiny import MODEL, make_config, make_meshes, make_step, write_c
 
 AXES_MODEL = {**MODEL, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 EXPERTS_MODEL = {
-    **AXES_MODEL, "ffn_width": None,
-    "experts": {"num_experts": 4, "top_k": 2, "ffn_width": 8, "balance": 0.01, "balance_over": "document"},
+    **AXES_MODEL, "intermediate_size": None,
+    "experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 8, "balance": 0.01, "balance_over": "document"},
 }  # fmt: skip
 
 
@@ -58,7 +58,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-CHANGES = {"steps": 6, "checkpoint_every": 3, "eval_every": 3, "eval_rows": 3, "accumulation": 2, "export": True}
+CHANGES = {
+    "steps": 6,
+    "checkpoint_every": 3,
+    "eval_every": 3,
+    "eval_rows": 3,
+    "gradient_accumulation_steps": 2,
+    "export": True,
+}
 
 
 def stop_and_go(folder: Path, name: str, change: dict[str, Any], **first: Any) -> tuple[TrainConfig, TrainConfig]:
@@ -103,8 +110,8 @@ def test_resume_at_the_same_degree_bit_for_bit(folder: Path, dtype: str, dp: int
     [
         {"parallel__cp": 1},
         {"parallel__cp": 4},
-        {"parallel__dp": 2, "parallel__cp": 1, "accumulation": 1},
-        {"parallel__dp": 2, "parallel__cp": 2, "accumulation": 1, "parallel__layout": "striped"},
+        {"parallel__dp": 2, "parallel__cp": 1, "gradient_accumulation_steps": 1},
+        {"parallel__dp": 2, "parallel__cp": 2, "gradient_accumulation_steps": 1, "parallel__layout": "striped"},
         {"parallel__wrapper": "ddp"},
     ],
 )
@@ -130,11 +137,12 @@ def test_resume_at_another_degree(folder: Path, dtype: str, tolerance: float, ch
         ),
         (
             {"parallel__pp": 2, "model__tie_embeddings": True},
-            {"parallel__pp": 1, "parallel__dp": 2, "parallel__cp": 2, "parallel__replicas": 2, "accumulation": 1},
+            {"parallel__pp": 1, "parallel__dp": 2, "parallel__cp": 2, "parallel__dp_replicate": 2,
+             "gradient_accumulation_steps": 1},
         ),
         (
             {"parallel__dp": 2, "parallel__ep": 2, "model": EXPERTS_MODEL, "export": False, "dropout": 0.1},
-            {"parallel__dp": 1, "parallel__ep": 2, "parallel__cp": 2, "parallel__tp": 2, "accumulation": 4},
+            {"parallel__dp": 1, "parallel__ep": 2, "parallel__cp": 2, "parallel__tp": 2, "gradient_accumulation_steps": 4},
         ),
     ],
 )  # fmt: skip
@@ -190,7 +198,7 @@ def test_a_checkpoint_says_where_the_run_stood(folder: Path) -> None:
     record = checkpoint.read_record(config.run_dir / "checkpoints" / "step-00000002")
     assert (record["step"], record["tokens"], record["loader"]["row"]) == (2, summary["tokens"], 4)
     assert record["loss_scale"]["patience"] == 1000
-    assert record["model"]["width"] == 16
+    assert record["model"]["hidden_size"] == 16
     assert not list(config.run_dir.glob("checkpoints/*.partial"))
 
 
@@ -219,7 +227,7 @@ def load_on_ranks(group: Any, rank: int, config: TrainConfig) -> tuple[str, str]
 
 def test_a_checkpoint_of_another_model_is_refused_before_and_on_every_rank(folder: Path, saved: TrainConfig) -> None:
     other = make_config(
-        folder, run_dir=str(saved.run_dir), resume=True, model__width=32, model__num_layers=3, parallel__cp=2
+        folder, run_dir=str(saved.run_dir), resume=True, model__hidden_size=32, model__num_layers=3, parallel__cp=2
     )
     text = (
         f"{saved.run_dir}/checkpoints/step-00000001 is a checkpoint of another model: "
@@ -311,7 +319,10 @@ def test_export_is_a_folder_that_transformers_reads(folder: Path, tied: bool) ->
         ({"model__qk_norm": True}, "qk_norm=True, windows=()"),
         ({"model__windows": [4, None]}, "qk_norm=False, windows=(4, None)"),
         (
-            {"model__ffn_width": None, "model__experts": {"num_experts": 4, "top_k": 2, "ffn_width": 8}},
+            {
+                "model__intermediate_size": None,
+                "model__experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 8},
+            },
             "qk_norm=False, windows=(), 4 experts",
         ),
     ],
@@ -367,8 +378,8 @@ def test_resume_with_fewer_steps_than_done_is_refused(saved: TrainConfig) -> Non
 
 
 def test_resume_on_other_rows_is_refused_before_the_run(saved: TrainConfig) -> None:
-    data = saved.data.model_copy(update={"row_tokens": saved.data.row_tokens + 1})
-    with pytest.raises(DataError, match="loader state is of another stream: row_tokens is 48 in the state, 49 here"):
+    data = saved.data.model_copy(update={"seq_len": saved.data.seq_len + 1})
+    with pytest.raises(DataError, match="loader state is of another stream: seq_len is 48 in the state, 49 here"):
         prepare(saved.model_copy(update={"resume": True, "data": data}))
 
 

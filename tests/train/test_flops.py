@@ -19,12 +19,12 @@ from tests.train.tiny import make_config, write_corpus
 
 SMALL = ModelConfig(
     vocab_size=100,
-    width=8,
+    hidden_size=8,
     num_layers=3,
     num_heads=2,
     num_kv_heads=1,
     head_dim=4,
-    ffn_width=16,
+    intermediate_size=16,
     windows=(None, 2, None),
 )
 
@@ -39,7 +39,7 @@ def test_a_step_by_hand() -> None:
     flops = 106_176 + 96 * 44
     assert step_flops(SMALL, 7, pairs) == flops == 110_400
     # In 2 s on 4 devices of 1e5 FLOP/s: 13,800 FLOP/s each. Full: a row of 8, so 7 * 8 pairs in each of 3 layers.
-    speed = Meter(SMALL, row_tokens=8, devices=4, peak=1e5).speed(7, pairs, 2.0)
+    speed = Meter(SMALL, seq_len=8, devices=4, peak=1e5).speed(7, pairs, 2.0)
     assert (speed.tokens_per_second, speed.tokens_per_second_per_device) == (3.5, 0.875)
     assert speed.tflops == pytest.approx(13_800e-12, rel=1e-12)
     assert speed.tflops_full == pytest.approx((106_176 + 96 * 168) / 8 * 1e-12, rel=1e-12)
@@ -56,15 +56,17 @@ def test_a_shared_prompt_is_attended_once() -> None:
 def test_tied_embeddings_count_once_and_of_experts_those_that_are_active() -> None:
     tied = SMALL.model_copy(update={"tie_embeddings": True})
     assert multiplying_parameters(tied) == 2528
-    experts = {"num_experts": 16, "top_k": 2, "ffn_width": 5, "shared_ffn_width": 3}
-    moe = ModelConfig.model_validate(SMALL.model_dump() | {"ffn_width": None, "experts": experts})
+    experts = {"num_experts": 16, "top_k": 2, "intermediate_size": 5, "shared_intermediate_size": 3}
+    moe = ModelConfig.model_validate(SMALL.model_dump() | {"intermediate_size": None, "experts": experts})
     # Router 8 x 16, two of the experts and the shared one 3 x 8 x (2 * 5 + 3).
     assert multiplying_parameters(moe) == 3 * (192 + 128 + 312) + 800
 
 
 def test_llama_3_8b() -> None:
     """8.03 billion parameters, of which the embedding, 128,256 x 4,096, and 65 norms of 4,096 do not multiply."""
-    model = ModelConfig(vocab_size=128256, width=4096, num_layers=32, num_heads=32, num_kv_heads=8, ffn_width=14336)
+    model = ModelConfig(
+        vocab_size=128256, hidden_size=4096, num_layers=32, num_heads=32, num_kv_heads=8, intermediate_size=14336
+    )
     assert model.num_parameters == 8_030_261_248
     assert multiplying_parameters(model) == 8_030_261_248 - 128256 * 4096 - 65 * 4096
 
@@ -124,12 +126,12 @@ def test_flops_are_the_same_at_every_degree_and_with_recomputation(tmp_path: Pat
     write_corpus(tmp_path)
     cases: list[dict[str, Any]] = [
         {}, {"recompute": "full"}, {"parallel__cp": 2}, {"parallel__cp": 4, "recompute": "full"},
-        {"parallel__dp": 2, "accumulation": 1}, {"parallel__tp": 2, "parallel__pp": 2},
+        {"parallel__dp": 2, "gradient_accumulation_steps": 1}, {"parallel__tp": 2, "parallel__pp": 2},
     ]  # fmt: skip
     flops = []
     for number, case in enumerate(cases):
         changes = {
-            "accumulation": 2,
+            "gradient_accumulation_steps": 2,
             "model__windows": [None, 9],
             "model__num_kv_heads": 2,
             "parallel__layout": "striped",

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from longspan.data import open_store
-from longspan.data.pack import pack
 from longspan.data.store import TokenStore
 from longspan.errors import DataError
+from longspan.train.pack_run import pack_run
 from longspan.train.run import prepare
 from longspan.train.run_loader import make_loader
 from longspan.train.train_config import PackConfig, TrainConfig
@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.train.test_checkpoint import metrics, run_on_ranks
 from tests.train.tiny import make_config, write_corpus
 
-ROWS = {"data__row_tokens": 320, "data__packing": "fit", "data__fit": {"buffer": 8}, "dtype": "fp32"}
+ROWS = {"data__seq_len": 320, "data__packing": "fit", "data__fit": {"buffer": 8}, "dtype": "fp32"}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def packed(folder: Path, name: str, **changes: Any) -> TrainConfig:
     """Write a manifest, and the configuration that trains on it."""
     config = make_config(folder, **(ROWS | changes))
     if not (folder / name).exists():
-        pack(PackConfig.model_validate(config.model_dump(exclude_unset=True)), folder / name)
+        pack_run(PackConfig.model_validate(config.model_dump(exclude_unset=True)), folder / name)
     return make_config(folder, **(ROWS | changes | {"data__manifest": str(folder / name)}))
 
 
@@ -112,9 +112,9 @@ def test_stopped_within_an_epoch_it_goes_on_at_other_degrees(folder: Path) -> No
     "changes",
     [
         {},
-        {"parallel__layout": "balanced", "parallel__route": "exchange", "parallel__slots_multiple_of": 16},
+        {"parallel__layout": "balanced", "parallel__route": "exchange", "parallel__pad_to_multiple_of": 16},
         {"parallel__route": "ulysses", "model__windows": [24, "full"]},
-        {"parallel__layout": "balanced", "model__windows": [24, "full"], "parallel__wire_dtype": "bf16"},
+        {"parallel__layout": "balanced", "model__windows": [24, "full"], "parallel__comm_dtype": "bf16"},
     ],
 )
 def test_the_counts_are_those_of_the_run(folder: Path, changes: dict[str, Any]) -> None:
@@ -136,8 +136,8 @@ def test_the_counts_are_those_of_the_run(folder: Path, changes: dict[str, Any]) 
 
 def test_another_configuration_is_refused_before_there_are_ranks(folder: Path) -> None:
     config = packed(folder, "rows.parquet", run_dir=str(folder / "refused"))
-    data = config.data.model_copy(update={"row_tokens": 640})
-    with pytest.raises(DataError, match="row_tokens is 320 in the manifest, 640 here"):
+    data = config.data.model_copy(update={"seq_len": 640})
+    with pytest.raises(DataError, match="seq_len is 320 in the manifest, 640 here"):
         prepare(config.model_copy(update={"data": data}))
     missing = config.data.model_copy(update={"manifest": folder / "none.parquet"})
     with pytest.raises(DataError, match=r"none\.parquet cannot be read: No such file or directory"):

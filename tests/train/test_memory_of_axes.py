@@ -26,14 +26,21 @@ from tests.ranks import run_ranks
 from tests.train.tiny import make_config, make_meshes
 
 ITEMSIZE = 4
-MODEL = {"vocab_size": 512, "width": 64, "num_layers": 8, "num_heads": 4, "num_kv_heads": 4, "ffn_width": 256}
-EXPERTS = {**MODEL, "ffn_width": None, "experts": {"num_experts": 8, "top_k": 2, "ffn_width": 128}}
+MODEL = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "num_layers": 8,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "intermediate_size": 256,
+}
+EXPERTS = {**MODEL, "intermediate_size": None, "experts": {"num_experts": 8, "top_k": 2, "intermediate_size": 128}}
 SLACK = 1 << 18
 """Bytes of what a draw of first weights needs beside them, in chunks of 4,096 elements here."""
 
 
 def make(tokens: int = 16, **changes: Any) -> TrainConfig:
-    return make_config(**{"model": dict(MODEL), "dtype": "fp32", "data__row_tokens": tokens, **changes})
+    return make_config(**{"model": dict(MODEL), "dtype": "fp32", "data__seq_len": tokens, **changes})
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,9 @@ def measure(group: Any, rank: int, config: TrainConfig, chunk_bytes: int) -> Mem
     with patch("longspan.model.philox.chunk_elements", return_value=4096), profiled() as making:
         step = TrainStep(make_stages(config, meshes), meshes, config)
     place = meshes.topology.coordinates(rank)
-    batches = [row_of(config, config.data.row_tokens, 10 * place["dp"] + n) for n in range(config.accumulation)]
+    batches = [
+        row_of(config, config.data.seq_len, 10 * place["dp"] + n) for n in range(config.gradient_accumulation_steps)
+    ]
     with patch("longspan.model.chunks.logits_bytes", return_value=chunk_bytes), profiled() as steps:
         for index in range(2):
             step(batches, index)
@@ -93,7 +102,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "dp2": {"parallel__dp": 2},
     "cp2": {"parallel__cp": 2},
     "tp2": {"parallel__tp": 2},
-    "pp2": {"parallel__pp": 2, "accumulation": 2},
+    "pp2": {"parallel__pp": 2, "gradient_accumulation_steps": 2},
     "tp2cp2": {"parallel__tp": 2, "parallel__cp": 2},
     "ep2": {"parallel__dp": 2, "parallel__ep": 2, "model": EXPERTS},
 }
@@ -126,7 +135,7 @@ def measure_gathers(group: Any, rank: int, config: TrainConfig) -> tuple[int, in
     torch.set_num_threads(1)
     meshes = make_meshes(config)
     step = TrainStep(make_stages(config, meshes), meshes, config)
-    batch = row_of(config, config.data.row_tokens, rank)
+    batch = row_of(config, config.data.seq_len, rank)
     # gloo's own thread may let go of a buffer a little after it is done with it: the least of several.
     usual = min(peak_of(lambda: step.evaluate([batch])) for _ in range(3))
     (root,) = step.stages
@@ -156,7 +165,7 @@ def test_no_rank_has_all_logits() -> None:
     """With tp a rank has those of its part of the vocabulary; without, those of a chunk of tokens where they are many."""
     tokens = 1024
     logits = ITEMSIZE * tokens * 512
-    small = {**MODEL, "num_layers": 1, "ffn_width": 64}
+    small = {**MODEL, "num_layers": 1, "intermediate_size": 64}
     for changes in ({}, {"parallel__sp": False}):
         config = make(tokens, model=small, parallel__tp=2, **changes)
         assert max(memory.largest for memory in on_ranks(config)) == logits // 2
@@ -166,19 +175,26 @@ def test_no_rank_has_all_logits() -> None:
 
 def test_no_rank_has_the_keys_of_a_whole_sequence() -> None:
     """Nor the values, on the route ring; one rank has them."""
-    tokens, small = 1024, {**MODEL, "vocab_size": 64, "num_layers": 1, "ffn_width": 64}
+    tokens, small = 1024, {**MODEL, "vocab_size": 64, "num_layers": 1, "intermediate_size": 64}
     keys = ITEMSIZE * tokens * 64
     assert max(memory.largest for memory in on_ranks(make(tokens, model=small, parallel__cp=4))) <= keys // 2
     assert min(memory.largest for memory in on_ranks(make(tokens, model=small))) >= keys
 
 
-BLOCK = {"vocab_size": 512, "width": 128, "num_layers": 1, "num_heads": 8, "num_kv_heads": 2, "ffn_width": 448}
+BLOCK = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "num_layers": 1,
+    "num_heads": 8,
+    "num_kv_heads": 2,
+    "intermediate_size": 448,
+}
 """The proportions of Llama 3 8B."""
 
 
 def measure_block(group: Any, rank: int, config: TrainConfig) -> Activations:
     torch.set_num_threads(1)
-    return block_activations(config, make_meshes(config), config.data.row_tokens)
+    return block_activations(config, make_meshes(config), config.data.seq_len)
 
 
 def test_activations_of_a_block() -> None:

@@ -41,7 +41,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[TrainConfig, list[di
     folder = tmp_path_factory.mktemp("monitor")
     write_corpus(folder)
     config = make_config(
-        folder, steps=4, eval_every=3, accumulation=2, model__windows=[None, 9], dtype="fp32",
+        folder, steps=4, eval_every=3, gradient_accumulation_steps=2, model__windows=[None, 9], dtype="fp32",
         parallel__dp=2, parallel__cp=2, parallel__layout="striped",
     )  # fmt: skip
     train(config)
@@ -73,7 +73,7 @@ def test_keys_and_types(done: tuple[TrainConfig, list[dict[str, Any]]]) -> None:
 
 def test_counts_of_every_rank_are_those_of_its_plans(done: tuple[TrainConfig, list[dict[str, Any]]]) -> None:
     config, lines = done
-    loader = Loader(open_store(config.data), row_tokens=48, dp_rank=0, dp_size=1, seed=config.data.seed)
+    loader = Loader(open_store(config.data), seq_len=48, dp_rank=0, dp_size=1, seed=config.data.seed)
     for line in (line for line in lines if "ranks" in line):
         rows = [next(loader) for _ in range(4)]
         for usage in line["ranks"]:

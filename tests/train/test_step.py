@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from longspan import Mask, record
+from longspan.cp.masks import documents_mask
 from longspan.data import Batch
-from longspan.train.micro import mask_of
 from longspan.train.model import make_model
 from longspan.train.parallel import decoder_of
 from longspan.train.train_config import TrainConfig
@@ -93,19 +93,23 @@ OTHERS = [
     (1, 2, 1, {"recompute": "block"}),
     (1, 2, 2, {"recompute": "block", "parallel__wrapper": "ddp"}),
     (1, 2, 1, {"model__qk_norm": True}),
-    (1, 4, 1, {"parallel__slots_multiple_of": 8}),
+    (1, 4, 1, {"parallel__pad_to_multiple_of": 8}),
     (1, 2, 1, {"parallel__kernel": "reference"}),
     (1, 4, 1, {"parallel__layout": "balanced", "parallel__route": "exchange", "model__windows": [7, None]}),
-    (1, 2, 1, {"compile": True, "recompute": "block", "parallel__slots_multiple_of": 16}),
+    (1, 2, 1, {"compile": True, "recompute": "block", "parallel__pad_to_multiple_of": 16}),
 ]
 
 
-@pytest.mark.parametrize(("dp", "cp", "accumulation", "changes"), EVERY + OTHERS)
-def test_equals_plain_torch(dp: int, cp: int, accumulation: int, changes: dict[str, Any]) -> None:
-    config = make_config(parallel__dp=dp, parallel__cp=cp, accumulation=accumulation, **changes)
-    rows = rows_of(dp * accumulation)
+@pytest.mark.parametrize(("dp", "cp", "gradient_accumulation_steps", "changes"), EVERY + OTHERS)
+def test_equals_plain_torch(dp: int, cp: int, gradient_accumulation_steps: int, changes: dict[str, Any]) -> None:
+    config = make_config(
+        parallel__dp=dp, parallel__cp=cp, gradient_accumulation_steps=gradient_accumulation_steps, **changes
+    )
+    rows = rows_of(dp * gradient_accumulation_steps)
     first, *others = run_ranks(dp * cp, train_on_ranks, config, rows)
-    want = right(dp * accumulation, 45, json.dumps(config.model.model_dump(mode="json", exclude_unset=True)))
+    want = right(
+        dp * gradient_accumulation_steps, 45, json.dumps(config.model.model_dump(mode="json", exclude_unset=True))
+    )
     assert first["losses"] == pytest.approx(want.losses, rel=1e-9)
     assert first["norms"] == pytest.approx(want.norms, rel=1e-9)
     assert first["rates"] == pytest.approx([reference.rate(config, step) for step in range(STEPS)], rel=1e-12)
@@ -136,7 +140,9 @@ def test_dp_ranks_whose_rows_have_other_lengths() -> None:
     """The denominator counts all: neither dp ranks nor micro-batches are averaged."""
     rows = [[random_row(1, 40), [([3, 4], [1, 1])], random_row(2, 21), [([9, 8, 7], [1, 1, 1])]]] * STEPS
     want = reference.train(make_config(), rows)
-    got = run_ranks(4, train_on_ranks, make_config(parallel__dp=2, parallel__cp=2, accumulation=2), rows)[0]
+    got = run_ranks(
+        4, train_on_ranks, make_config(parallel__dp=2, parallel__cp=2, gradient_accumulation_steps=2), rows
+    )[0]
     assert got["losses"] == pytest.approx(want.losses, rel=1e-9)
     assert got["norms"] == pytest.approx(want.norms, rel=1e-9)
 
@@ -144,7 +150,7 @@ def test_dp_ranks_whose_rows_have_other_lengths() -> None:
 @pytest.mark.parametrize("recompute", ["none", "block"])
 @pytest.mark.parametrize("wrapper", ["fsdp", "ddp"])
 def test_recomputing_repeats_no_attention_call(recompute: str, wrapper: str) -> None:
-    config = make_config(parallel__cp=2, recompute=recompute, accumulation=2, parallel__wrapper=wrapper)
+    config = make_config(parallel__cp=2, recompute=recompute, gradient_accumulation_steps=2, parallel__wrapper=wrapper)
     layers = MODEL["num_layers"]
     for got in run_ranks(2, train_on_ranks, config, rows_of(2)):
         assert (
@@ -198,7 +204,12 @@ def test_half_precision_is_as_near_to_exact_as_on_one_rank(dtype: str, half_spac
 def test_loss_falls_on_rows_that_come_again(dtype: str, dp: int, cp: int) -> None:
     rows = [[random_row(7), random_row(8)]] * 6
     config = make_config(
-        dtype=dtype, parallel__dp=dp, parallel__cp=cp, accumulation=2 // dp, optim__lr=0.02, model__init_std=0.1
+        dtype=dtype,
+        parallel__dp=dp,
+        parallel__cp=cp,
+        gradient_accumulation_steps=2 // dp,
+        optim__lr=0.02,
+        model__init_std=0.1,
     )
     got = run_ranks(dp * cp, train_on_ranks, config, rows)[0]
     assert got["losses"][-1] < got["losses"][0] - 0.3
@@ -273,8 +284,8 @@ def test_one_micro_batch_ignored_changes_nothing() -> None:
     """A row without targets beside one with: the gradient of the other alone."""
     full, empty = random_row(3), [([1, 2, 3], [0, 0, 0])]
     want = reference.train(make_config(), [[full]])
-    for dp, accumulation in ((1, 2), (2, 1)):
-        config = make_config(parallel__dp=dp, parallel__cp=2, accumulation=accumulation)
+    for dp, gradient_accumulation_steps in ((1, 2), (2, 1)):
+        config = make_config(parallel__dp=dp, parallel__cp=2, gradient_accumulation_steps=gradient_accumulation_steps)
         for got in run_ranks(2 * dp, gradients_on_ranks, config, [full, empty]):
             assert got["loss"] == pytest.approx(want.losses[0], rel=1e-9)
             assert got["warnings"] == []
@@ -378,13 +389,15 @@ def test_the_mask_of_shared_prompts_is_its_definition(sizes: list[tuple[int, lis
     own = document[:, None] == document
     away = batch.position_ids[:, None] - batch.position_ids
     seen = (own & (away >= 0)) | (parent[:, None] == document)
-    assert np.array_equal(mask_of(batch, window).dense(), seen & (away < (window or batch.seq_len)))
+    assert np.array_equal(
+        documents_mask(batch.lengths, batch.parents, window).dense(), seen & (away < (window or batch.seq_len))
+    )
 
 
 def test_the_mask_of_one_shared_prompt_is_the_shared_prefix() -> None:
     batch = make_shared([(list(range(6)), [([1, 2, 3], [1] * 3), ([4], [1])])])
-    assert np.array_equal(mask_of(batch).dense(), Mask.shared_prefix(5, [4, 2]).dense())
-    assert mask_of(make_shared([([1, 2, 3], [])]), window=2) == Mask.causal(3, window=2)
+    assert np.array_equal(documents_mask(batch.lengths, batch.parents).dense(), Mask.shared_prefix(5, [4, 2]).dense())
+    assert documents_mask((3,), (-1,), window=2) == Mask.causal(3, window=2)
 
 
 def shared_on_ranks(group: Any, rank: int, config: TrainConfig, prompts: list[Prompt]) -> dict[str, Any]:
@@ -424,12 +437,12 @@ def live_slots(group: Any, rank: int, config: TrainConfig) -> tuple[list[int], l
 
 def test_live_slots_are_listed_when_a_micro_batch_is_made_so_that_no_layer_waits_for_them() -> None:
     """45 tokens on 2 x 2 ranks of 32 slots at cp, 16 at tp under sp: some of them are dead."""
-    experts = {"num_experts": 4, "top_k": 2, "ffn_width": 8}
+    experts = {"num_experts": 4, "top_k": 2, "intermediate_size": 8}
     changes = {
-        "model__ffn_width": None,
+        "model__intermediate_size": None,
         "model__experts": experts,
         "model__num_kv_heads": 2,
-        "parallel__slots_multiple_of": 32,
+        "parallel__pad_to_multiple_of": 32,
     }
     for ranks in ({"parallel__cp": 2}, {"parallel__cp": 2, "parallel__tp": 2}):
         listed = run_ranks(2 ** len(ranks), live_slots, make_config(**changes, **ranks))

@@ -21,7 +21,7 @@ from tests.train.tiny import Document, make_config, make_step, random_row
 
 TOKENS, WIDTH, LAYERS, ITEMSIZE = 48, 16, 2, 8
 MODEL = {
-    "vocab_size": 64, "width": WIDTH, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "ffn_width": 24,
+    "vocab_size": 64, "hidden_size": WIDTH, "num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24,
     "init_std": 0.3,
 }  # fmt: skip
 RUNS: dict[str, dict[str, Any]] = {
@@ -30,24 +30,29 @@ RUNS: dict[str, dict[str, Any]] = {
     "tp2, qk-norm": {"parallel__tp": 2, "parallel__sp": False, "model__qk_norm": True},
     "cp2, ring": {"parallel__cp": 2},
     "cp2, ulysses": {"parallel__cp": 2, "parallel__route": "ulysses"},
-    "dp2": {"parallel__dp": 2, "accumulation": 1},
+    "dp2": {"parallel__dp": 2, "gradient_accumulation_steps": 1},
     "dp2, accumulation": {"parallel__dp": 2},
     "tp2dp2, each micro-batch": {"parallel__tp": 2, "parallel__dp": 2, "parallel__defer_reduction": False},
-    "cp2dp2, hsdp": {"parallel__cp": 2, "parallel__dp": 2, "parallel__replicas": 2},
+    "cp2dp2, hsdp": {"parallel__cp": 2, "parallel__dp": 2, "parallel__dp_replicate": 2},
     "ep2": {"parallel__dp": 2, "parallel__ep": 2, **EXPERTS},
     "cp2ep2": {"parallel__cp": 2, "parallel__ep": 2, **EXPERTS},
     "dp2, experts": {"parallel__dp": 2, **EXPERTS},
     "dp4ep2": {"parallel__dp": 4, "parallel__ep": 2, **EXPERTS},
     "pp2": {"parallel__pp": 2},
-    "pp2dp2, tied": {"parallel__pp": 2, "parallel__dp": 2, "accumulation": 4, "model__tie_embeddings": True},
+    "pp2dp2, tied": {
+        "parallel__pp": 2,
+        "parallel__dp": 2,
+        "gradient_accumulation_steps": 4,
+        "model__tie_embeddings": True,
+    },
     "tp2cp2": {"parallel__tp": 2, "parallel__cp": 2},
 }
 
 
 def run_config(**changes: Any) -> TrainConfig:
     if "model__experts" in changes:
-        changes["model__experts"] = {**changes["model__experts"], "shared_ffn_width": 0}
-    return make_config(**{"model": dict(MODEL), "accumulation": 2, "data__row_tokens": TOKENS, **changes})
+        changes["model__experts"] = {**changes["model__experts"], "shared_intermediate_size": 0}
+    return make_config(**{"model": dict(MODEL), "gradient_accumulation_steps": 2, "data__seq_len": TOKENS, **changes})
 
 
 def rows_of(num: int) -> list[list[Document]]:
@@ -109,7 +114,7 @@ def expected(config: TrainConfig, rank: int, found: list[dict[str, Any]]) -> dic
         ranks = next(group for group in topology.groups("ep") if rank in group)
         each_layer = zip(*(found[other]["routed"] for other in ranks), strict=True)
         rows = sum(expert_rows(counts, ranks.index(rank)) for counts in each_layer)
-        volumes["ep", "all-to-all"] += 2 * shape.width * rows  # forward and backward
+        volumes["ep", "all-to-all"] += 2 * shape.hidden_size * rows  # forward and backward
     return volumes
 
 
@@ -117,7 +122,7 @@ def expected(config: TrainConfig, rank: int, found: list[dict[str, Any]]) -> dic
 def test_elements_per_axis_are_those_of_the_formulas(run: str) -> None:
     config = run_config(**RUNS[run])
     topology = topology_of(config)
-    found = run_ranks(topology.world, send_in_a_step, config, rows_of(config.accumulation * topology.dp))
+    found = run_ranks(topology.world, send_in_a_step, config, rows_of(config.gradient_accumulation_steps * topology.dp))
     for rank, of_rank in enumerate(found):
         assert of_rank["sent"] == expected(config, rank, found)
         if topology.cp > 1:
@@ -135,7 +140,7 @@ def test_tensor_parallelism_by_hand() -> None:
     assert layer_pass(48, 16, 2) == 1536
     half, loss, scalars = 48 * 16 // 2, 2 * 48, 2
     norms = 5 * WIDTH
-    (first, second) = one_row(run_config(parallel__tp=2, accumulation=1))
+    (first, second) = one_row(run_config(parallel__tp=2, gradient_accumulation_steps=1))
     assert (
         first["sent"]
         == second["sent"]
@@ -150,7 +155,7 @@ def test_tensor_parallelism_by_hand() -> None:
         ("tp", "reduce-scatter"): 2 * 4 + 2,
         ("tp", "all-reduce"): 5 + 2,
     }
-    (first, second) = one_row(run_config(parallel__tp=2, parallel__sp=False, accumulation=1))
+    (first, second) = one_row(run_config(parallel__tp=2, parallel__sp=False, gradient_accumulation_steps=1))
     assert (
         first["sent"]
         == second["sent"]
@@ -163,7 +168,7 @@ def test_tensor_parallelism_by_hand() -> None:
 
 def test_recomputation_repeats_what_comes_before_the_last_projection() -> None:
     """Of a layer pass, both gathers and the scatter behind attention: 3 / 4. Hops and gathers of weights are not repeated."""
-    changes = {"parallel__tp": 2, "parallel__cp": 2, "accumulation": 1}
+    changes = {"parallel__tp": 2, "parallel__cp": 2, "gradient_accumulation_steps": 1}
     usual, again = (one_row(run_config(**changes, recompute=recompute))[0]["sent"] for recompute in ("none", "block"))
     more = {key: again[key] - usual[key] for key in again if again[key] != usual[key]}
     half = LAYERS * layer_pass(24, WIDTH, 2) / 2
@@ -173,7 +178,7 @@ def test_recomputation_repeats_what_comes_before_the_last_projection() -> None:
 def test_ulysses_by_hand() -> None:
     """`2 S (d + d_kv) (P - 1) / P^2` = 2 x 48 x (16 + 8) / 4 = 576 elements, in each of 2 layers, forward and backward."""
     assert ulysses(TOKENS, 4 * 4, 2 * 4, 2) == 576
-    for of_rank in one_row(run_config(parallel__cp=2, parallel__route="ulysses", accumulation=1)):
+    for of_rank in one_row(run_config(parallel__cp=2, parallel__route="ulysses", gradient_accumulation_steps=1)):
         assert of_rank["sent"]["cp", "all-to-all"] == 2 * LAYERS * 576
 
 
@@ -181,8 +186,8 @@ def test_gathers_of_weights_by_hand() -> None:
     """A block has 16 x (16 + 8 + 8 + 16 + 3 x 24 + 2) = 1,952 elements, the root 2 x 64 x 16 + 16 = 2,064. A rank has half, and
     sends it once for each gather: of blocks twice a micro-batch, of the root once; and of gradients half, once a step."""
     block, root = 1952 // 2, 2064 // 2
-    for accumulation in (1, 2):
-        config = run_config(parallel__dp=2, accumulation=accumulation)
-        for of_rank in run_ranks(2, send_in_a_step, config, rows_of(2 * accumulation)):
-            assert of_rank["sent"]["shard", "all-gather"] == accumulation * (2 * LAYERS * block + root)
+    for gradient_accumulation_steps in (1, 2):
+        config = run_config(parallel__dp=2, gradient_accumulation_steps=gradient_accumulation_steps)
+        for of_rank in run_ranks(2, send_in_a_step, config, rows_of(2 * gradient_accumulation_steps)):
+            assert of_rank["sent"]["shard", "all-gather"] == gradient_accumulation_steps * (2 * LAYERS * block + root)
             assert of_rank["sent"]["shard", "reduce-scatter"] == LAYERS * block + root

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from longspan.attention import kernel as kernels
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import record
+from longspan.kernels import choice as kernels
 from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Shape
@@ -109,7 +109,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def spied_config(folder: Any, name: str, **changes: Any) -> TrainConfig:
     """Rows of some hundred tokens, so that tiles have several blocks."""
     return make_config(
-        folder, run_dir=str(folder / name), steps=2, accumulation=2, rows_per_batch=1, dtype="fp32", data__row_tokens=600,
+        folder, run_dir=str(folder / name), steps=2, gradient_accumulation_steps=2, micro_batch_size=1, dtype="fp32",
+        data__seq_len=600,
         model__num_heads=NUM_Q, model__num_kv_heads=NUM_KV, model__windows=[None, 200], parallel__kernel="reference", **changes,
     )  # fmt: skip
 

@@ -19,11 +19,11 @@ Document = tuple[list[int], list[int]]
 
 MODEL = {
     "vocab_size": 256,
-    "width": 16,
+    "hidden_size": 16,
     "num_layers": 2,
     "num_heads": 2,
     "num_kv_heads": 1,
-    "ffn_width": 32,
+    "intermediate_size": 32,
     "init_std": 0.3,
 }
 
@@ -43,7 +43,7 @@ def make_config(folder: Path | None = None, **changes: Any) -> TrainConfig:
     """A tiny run in `folder`, whose corpus is at `folder/corpus`; `parallel__cp=2` changes a field of a section."""
     folder = Path("/nowhere") if folder is None else folder
     values: dict[str, Any] = {
-        "data": {"paths": [str(folder / "corpus")], "row_tokens": 48, "cache_dir": str(folder / "cache")},
+        "data": {"paths": [str(folder / "corpus")], "seq_len": 48, "cache_dir": str(folder / "cache")},
         "model": dict(MODEL),
         "parallel": {},
         "optim": {"lr": 0.01, "warmup_steps": 1},

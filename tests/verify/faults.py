@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from longspan import Mask
-from longspan.attention import operators, rows, sums
 from longspan.cp.context import Sequence as Sharded
+from longspan.cp.engine import operators, sums
+from longspan.cp.engine import row_transport as rows
 from longspan.cp.engine.merge import merge_
 from longspan.data import Batch
 from longspan.train import step as training

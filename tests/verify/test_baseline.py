@@ -32,15 +32,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "changes",
     [
         {},
-        {"accumulation": 2, "parallel__dp": 2, "rows_per_batch": 2},
+        {"gradient_accumulation_steps": 2, "parallel__dp": 2, "micro_batch_size": 2},
         {"model__windows": [5, None]},
         {"model__tie_embeddings": True},
     ],
 )
 def test_losses_norms_and_gradients(folder: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     config = make_config(folder, **changes)
-    rows = config.rows_per_batch * config.accumulation * (config.parallel.dp or 1)
-    loader = Loader(open_store(config.data), row_tokens=48, dp_rank=0, dp_size=1, seed=0)
+    rows = config.micro_batch_size * config.gradient_accumulation_steps * (config.parallel.dp or 1)
+    loader = Loader(open_store(config.data), seq_len=48, dp_rank=0, dp_size=1, seed=0)
     steps = []
     for _ in range(3):
         batches = [next(loader) for _ in range(rows)]
@@ -164,8 +164,8 @@ def test_blocks_shrink_where_many_heads_see_many_keys(rows_of_fp64: int) -> None
 
 def test_all_of_it_is_on_the_device_of_the_model() -> None:
     """On the meta device an operator that meets tensors of the CPU too raises. Windows, dropout and experts, both ways."""
-    experts = {"num_experts": 4, "top_k": 2, "ffn_width": 32, "balance": 0.1}
-    changes = {"model__windows": [9, None], "model__ffn_width": None, "model__experts": experts, "dropout": 0.1}
+    experts = {"num_experts": 4, "top_k": 2, "intermediate_size": 32, "balance": 0.1}
+    changes = {"model__windows": [9, None], "model__intermediate_size": None, "model__experts": experts, "dropout": 0.1}
     config = make_config(**changes)
     batch = numbered_batch([([1, 2, 3, 4], [1, 1, 1, 1]), ([5, 6, 7], [0, 1, 1])], 0)
     model = Decoder(config.model, dropout=0.1).to("meta").to(torch.bfloat16)

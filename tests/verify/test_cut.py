@@ -37,9 +37,9 @@ def test_rows_are_cut_and_nothing_else(tmp_path: Path) -> None:
     fit = {"buckets": [8, 40]}
     config = deep(data__packing="fit", data__fit=fit, data__manifest=str(tmp_path / "manifest"))
     left = cut(config, VerifyConfig(tokens=32))
-    assert (left.data.row_tokens, left.data.manifest, left.data.fit.buckets) == (32, None, (8,))
+    assert (left.data.seq_len, left.data.manifest, left.data.fit.buckets) == (32, None, (8,))
     assert left.model_copy(update={"data": config.data}) == config
-    assert describe_cut(config, VerifyConfig(tokens=32)) == {"row_tokens": (32, 48)}
+    assert describe_cut(config, VerifyConfig(tokens=32)) == {"seq_len": (32, 48)}
     assert cut(config, VerifyConfig(tokens=48)) == cut(config, VerifyConfig()) == config
 
 
@@ -62,4 +62,4 @@ def test_what_would_hide_a_mask_is_refused(changes: dict[str, int], error: str) 
 
 def test_a_window_that_hides_nothing_anyway_is_no_reason_to_refuse() -> None:
     config = deep(model__windows=[100, None] * 3)
-    assert cut(config, VerifyConfig(tokens=8)).data.row_tokens == 8
+    assert cut(config, VerifyConfig(tokens=8)).data.seq_len == 8

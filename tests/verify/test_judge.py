@@ -38,9 +38,9 @@ def make(tmp_path: Path) -> Files:
     return Files(tmp_path)
 
 
-def case(dtype: str, wire_dtype: str | None = None) -> TrainConfig:
+def case(dtype: str, comm_dtype: str | None = None) -> TrainConfig:
     """Two ranks, zigzag."""
-    return make_config(dtype=dtype, parallel__cp=2, parallel__wire_dtype=wire_dtype)
+    return make_config(dtype=dtype, parallel__cp=2, parallel__comm_dtype=comm_dtype)
 
 
 def exact(dtype: str, seen: Evidence, right: Evidence) -> Verdict:
@@ -186,17 +186,17 @@ def test_inputs_are_compared_in_any_order_and_without_dead_slots() -> None:
         assert digest_inputs([changed]) != digest_inputs([whole])
 
 
-@pytest.mark.parametrize("wire_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("comm_dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
 def test_rounding_on_the_wire_may_err_twice_as_much_as_rounding_everything_on_one_rank(
-    make: Files, dtype: str, wire_dtype: str
+    make: Files, dtype: str, comm_dtype: str
 ) -> None:
     right_a, size = [3.0, -4.0], 5.0
     right, own = make(a=right_a), make(a=[3.0, -4.0 + 0.01 * size])
     for part, passed in ((0.99, True), (1.01, False)):
-        off = part * (0.02 + NOISE[wire_dtype])
+        off = part * (0.02 + NOISE[comm_dtype])
         seen = make(a=[3.0 + 0.6 * size * off, -4.0 + 0.8 * size * off])
-        found = judge(case(dtype, wire_dtype), seen, own, right)
-        assert (found.passed, found.wire_dtype, found.route) == (passed, wire_dtype, "ring")
-        assert found.gradient_tolerance == pytest.approx(0.02 + NOISE[wire_dtype])
+        found = judge(case(dtype, comm_dtype), seen, own, right)
+        assert (found.passed, found.comm_dtype, found.route) == (passed, comm_dtype, "ring")
+        assert found.gradient_tolerance == pytest.approx(0.02 + NOISE[comm_dtype])
     assert not judge(case(dtype), seen, own, right).passed, "what is sent as it is has no excuse"

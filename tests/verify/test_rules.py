@@ -42,19 +42,21 @@ _baselines: dict[str, Evidence] = {}
 
 def verdict(folder: Path, dtype: str, fault: str, **changes: Any) -> Verdict:
     # Nothing is held out: that split depends on the corpus' path, and some faults on the rows.
-    config = make_config(folder, dtype=dtype, accumulation=2, parallel__cp=2, data__heldout_fraction=0.0, **changes)
+    config = make_config(
+        folder, dtype=dtype, gradient_accumulation_steps=2, parallel__cp=2, data__heldout_fraction=0.0, **changes
+    )
 
-    def baseline(wire_dtype: str | None) -> Evidence:
-        key = f"{dtype} dp {config.parallel.dp} {wire_dtype}"
+    def baseline(comm_dtype: str | None) -> Evidence:
+        key = f"{dtype} dp {config.parallel.dp} {comm_dtype}"
         if key not in _baselines:
-            parallel = config.parallel.model_copy(update={"wire_dtype": wire_dtype})
+            parallel = config.parallel.model_copy(update={"comm_dtype": comm_dtype})
             rounding = config.model_copy(update={"parallel": parallel})
             _baselines[key] = run_baseline(rounding, STEPS, folder / f"baseline-{len(_baselines)}.safetensors")
         return _baselines[key]
 
     ranks = 2 * (config.parallel.dp or 1)
     seen = run_ranks(ranks, replay_on_ranks, config, STEPS, folder / "replay.safetensors", fault)[0]
-    return judge(config, seen, baseline(config.parallel.wire_dtype), baseline(None))
+    return judge(config, seen, baseline(config.parallel.comm_dtype), baseline(None))
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32"])
@@ -97,10 +99,10 @@ def test_a_broken_rule_fails_on_other_routes(folder: Path, route: str, fault: st
     assert not verdict(folder, "fp64", fault, parallel__route=route).passed
 
 
-@pytest.mark.parametrize("wire_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("comm_dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("route", ["ring", "exchange", "usp", "upipe"])
-def test_rounding_on_the_wire_passes_and_hides_no_fault(folder: Path, route: str, wire_dtype: str) -> None:
-    how = {"parallel__route": route, "parallel__wire_dtype": wire_dtype}
+def test_rounding_on_the_wire_passes_and_hides_no_fault(folder: Path, route: str, comm_dtype: str) -> None:
+    how = {"parallel__route": route, "parallel__comm_dtype": comm_dtype}
     found = verdict(folder, "fp32", "nothing", **how)
     assert found.passed, found
     assert 1e-4 < found.gradient_error < found.gradient_tolerance < 1, found
@@ -130,7 +132,7 @@ def test_shared_prompts_are_verified(
     folder: Path, tmp_path: Path, fault: str, windows: list[int | None] | None
 ) -> None:
     changes = {} if windows is None else {"model__windows": windows}
-    config = make_config(folder, accumulation=2, parallel__cp=2, **changes)
+    config = make_config(folder, gradient_accumulation_steps=2, parallel__cp=2, **changes)
     with patch("longspan.verify.baseline.make_loader", load_shared_prompts):
         right = run_baseline(config, STEPS, tmp_path / "baseline.safetensors")
     seen = run_ranks(2, replay_shared_prompts, config, tmp_path / "replay.safetensors", fault)[0]
@@ -141,7 +143,7 @@ def read_by_the_global_rank(group: Any, rank: int, config: TrainConfig, gradient
     """The loader is keyed by the rank in the world, so that the ranks of a CP group read different samples."""
 
     def make_loader(config: TrainConfig, store: Any, dp_rank: int, dp_size: int) -> Loader:
-        return Loader(store, row_tokens=config.data.row_tokens, dp_rank=rank, dp_size=2, seed=0)
+        return Loader(store, seq_len=config.data.seq_len, dp_rank=rank, dp_size=2, seed=0)
 
     with patch("longspan.verify.replay.make_loader", make_loader):
         return raised(run_replay, config, make_meshes(config), STEPS, gradients)

@@ -41,14 +41,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({}, {"cp": (2, 4), "layouts": ("zigzag", "striped", "contiguous"), "dtypes": ("fp64", "fp32"), "steps": 3}),
         (
-            {"accumulation": 2},
+            {"gradient_accumulation_steps": 2},
             {"cp": (2,), "layouts": ("zigzag", "contiguous"), "dtypes": ("bf16", "fp16"), "steps": 3},
         ),
-        ({"parallel__dp": 2, "accumulation": 2, "rows_per_batch": 2}, {"dtypes": ("fp64", "fp32", "bf16", "fp16")}),
+        (
+            {"parallel__dp": 2, "gradient_accumulation_steps": 2, "micro_batch_size": 2},
+            {"dtypes": ("fp64", "fp32", "bf16", "fp16")},
+        ),
         ({"parallel__wrapper": "ddp", "model__windows": [9, None]}, {"cp": (2, 3)}),
         ({"recompute": "block", "model__qk_norm": True, "model__tie_embeddings": True}, {"dtypes": ("fp64", "bf16")}),
         ({}, {"routes": ("exchange", "upipe", "usp"), "dtypes": ("fp64",)}),
-        ({"parallel__slots_multiple_of": 16, "data__row_tokens": 45}, {"cp": (2, 4), "dtypes": ("fp64",)}),
+        ({"parallel__pad_to_multiple_of": 16, "data__seq_len": 45}, {"cp": (2, 4), "dtypes": ("fp64",)}),
     ],
 )
 def test_every_case_passes(folder: Path, changes: dict[str, Any], cases: dict[str, Any]) -> None:

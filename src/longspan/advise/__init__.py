@@ -1,5 +1,6 @@
 """Costs, memory and traffic of a run before it starts, and the planner that resolves "auto". No torch."""
 
-from longspan.advise.choose import Costs
+from longspan.advise.costs import Costs
+from longspan.advise.planner import Planner
 
-__all__ = ["Costs"]
+__all__ = ["Costs", "Planner"]

@@ -5,14 +5,8 @@ The terms are in docs/reference/memory.md; a test holds them against the tensors
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from longspan.advise.choose import reckon
-from longspan.model.chunks import loss_chunk
-from longspan.model.model_config import ModelConfig
-from longspan.plan import STAGED, Layout, Mask, plan_attention
-from longspan.plan.comm_dtype import ITEMSIZES
-from longspan.plan.layout import slots_of
-from longspan.train.axes import heads_of, slots_multiple_of, stages_per_rank
-from longspan.train.train_config import TrainConfig
+from longspan.advise.run_shape import RunShape
+from longspan.topology import ModelShape
 
 INTEGER = 8
 """Bytes of ids, labels, positions and indices."""
@@ -22,8 +16,8 @@ INTEGER = 8
 class Activations:
     """Bytes kept of one micro-batch at the longest row of the data, on the rank with most slots.
 
-    T slots of the CP shard, R of them between layers (T / tp under sequence parallelism, else T), E width, and of this rank
-    H query heads, K KV heads, F feed-forward width, V vocabulary; D head dim; `a` bytes of an activation, `w` of a wide one
+    T slots of the CP shard, R of them between layers (T / tp under sequence parallelism, else T), E hidden size, and of this rank
+    H query heads, K KV heads, F intermediate size, V vocabulary; D head dim; `a` bytes of an activation, `w` of a wide one
     (fp32, or fp64 for fp64).
     """
 
@@ -52,33 +46,28 @@ class Activations:
         return num_layers * self.block + self.rotary + ends
 
 
-def activations_of(config: TrainConfig, model: ModelConfig, device_type: str = "cpu") -> Activations:
-    """Of the row that `longest` makes. On CUDA RMSNorm is one kernel, which keeps its input alone, and chunks of logits are
-    larger; on CPU it keeps input and result of the normalisation, wide."""
-    size = _Sizes.of(config, model, device_type == "cuda")
-    whole, kept = size.block(), size.kept(config.recompute)
-    vocab, width, a, w = size.vocab, model.width, size.a, size.w
-    chunk = min(size.slots, loss_chunk(device_type, vocab))
+def activations_of(run: RunShape) -> Activations:
+    """The activations of the micro-batch with most pairs, `run.longest`. On CUDA RMSNorm is one kernel, which keeps its input
+    alone, and chunks of logits are larger. On CPU it keeps input and result of the normalisation, wide."""
+    size, model = _Sizes.of(run), run.model
+    whole, kept = size.block(), size.kept(run.recompute)
+    vocab, hidden_size, a, w = size.vocab, model.hidden_size, size.a, size.w
+    chunk = min(size.slots, run.loss_chunk)
     narrow = a if a < w else 0
     return Activations(
         slots=size.slots,
         tokens=size.tokens,
         block=kept,
         recomputed=whole - kept,
-        rotary=2 * size.slots * model.head_dim * w + (INTEGER * size.rows if config.dropout else 0),
+        rotary=2 * size.slots * model.head_dim * w + (INTEGER * size.rows if run.dropout else 0),
         first=INTEGER * size.slots,
-        last=size.norm(size.rows, width) + size.slots * (width * a + INTEGER + w),
-        hidden=size.rows * width * a,
-        head=(chunk + width) * vocab * (w + narrow) if vocab else 0,
+        last=size.norm(size.rows, hidden_size) + size.slots * (hidden_size * a + INTEGER + w),
+        hidden=size.rows * hidden_size * a,
+        head=(chunk + hidden_size) * vocab * (w + narrow) if vocab else 0,
     )
 
 
-def longest(config: TrainConfig) -> tuple[int, ...]:
-    """Document lengths of the longest row of a micro-batch that the data can give, with most pairs: every row one document."""
-    return (config.data.row_tokens,) * config.rows_per_batch
-
-
-def in_flight(config: TrainConfig, pp_rank: int) -> list[list[int]]:
+def in_flight(run: RunShape, pp_rank: int) -> list[list[int]]:
     """Micro-batches that each stage of a rank keeps after each forward of a step, by the schedule; without a pipeline 1.
 
     warm-up  F F F   then  F B  F B ...   then  B B B        one forward more than the warm-up is kept
@@ -87,10 +76,10 @@ def in_flight(config: TrainConfig, pp_rank: int) -> list[list[int]]:
     arXiv:2104.04473), with (v - 1) pp + 2 (pp - 1 - p) (interleaved) or (v - 1) pp + pp - 1 - p (zero-bubble, ZB1P of Qi et al.,
     2023, arXiv:2401.10241). Zero-bubble takes the weights' gradients p backwards later, and keeps until then.
     """
-    pp, micros = config.parallel.pp, config.accumulation
+    pp, micros = run.topology.pp, run.gradient_accumulation_steps
     if pp == 1:
         return [[1]]
-    stages, schedule = stages_per_rank(config), config.parallel.schedule
+    stages, schedule = run.stages_per_rank, run.schedule
     together = micros // max(1, micros // pp)
     warm_up = (stages - 1) * together + (2 if schedule == "interleaved" else 1) * (pp - 1 - pp_rank)
     late = pp_rank if schedule == "zero-bubble" else 0
@@ -108,49 +97,42 @@ def in_flight(config: TrainConfig, pp_rank: int) -> list[list[int]]:
 class _Sizes:
     """What the terms of a block are made of: see `Activations` for the letters."""
 
-    config: TrainConfig
-    model: ModelConfig
-    fused: bool
+    run: RunShape
     slots: int
     tokens: int
     exchanged: tuple[int, int, int] | None
-    """Where heads are exchanged: rows, query heads and KV heads that attention works on here."""
+    """Rows, query heads and KV heads that attention works on here, if heads are exchanged."""
+    staged: bool
+    """Whether attention works on a few heads at a time, and keeps nothing but the layer's input."""
 
     @classmethod
-    def of(cls, config: TrainConfig, model: ModelConfig, fused: bool) -> "_Sizes":
-        parallel, lengths = config.parallel, longest(config)
-        total, heads = sum(lengths), heads_of(config, model)
-        windows = model.windows or (None,) * model.num_layers
-        masks = {window: Mask.documents(lengths, window=window) for window in windows}
-        itemsize = ITEMSIZES[config.dtype]
-        costs, whole_below = reckon(parallel.costs, parallel.layout, heads, model.head_dim, itemsize)
-        layout = Layout.named(
-            parallel.layout, total, parallel.cp, slots_of(total, parallel.cp, slots_multiple_of(config)),
-            masks=list(masks.values()), weights=[windows.count(window) for window in masks], whole_below=whole_below,
-        )  # fmt: skip
-        plan = plan_attention(
-            layout, masks[windows[0]], parallel.route, heads, parallel.inner, tp=parallel.tp, costs=costs
-        )
+    def of(cls, run: RunShape) -> "_Sizes":
+        layout, plans = run.longest_plans
+        plan = plans[run.model.mask_names[0]]
         rank = int(layout.counts.argmax())
         share = None if plan.degrees.heads == 1 else plan.rank_plan(rank).heads
         exchanged = None if share is None else (share.rows, share.num_query, share.num_kv)
-        return cls(config, model, fused, layout.num_slots(rank), int(layout.counts[rank]), exchanged)
+        return cls(run, layout.num_slots(rank), int(layout.counts[rank]), exchanged, plan.staged)
+
+    @property
+    def model(self) -> ModelShape:
+        return self.run.model
 
     @property
     def tp(self) -> int:
-        return self.config.parallel.tp
+        return self.run.topology.tp
 
     @property
     def rows(self) -> int:
-        return -(-self.slots // self.tp) if self.config.parallel.sp else self.slots
+        return -(-self.slots // self.tp) if self.run.sp else self.slots
 
     @property
     def a(self) -> int:
-        return ITEMSIZES[self.config.dtype]
+        return self.run.itemsize
 
     @property
     def w(self) -> int:
-        return max(4, self.a)
+        return self.run.wide_itemsize
 
     @property
     def vocab(self) -> int:
@@ -158,26 +140,26 @@ class _Sizes:
 
     @property
     def heads(self) -> tuple[int, int]:
-        return heads_of(self.config, self.model)
+        return self.run.heads
 
-    @property
-    def staged(self) -> bool:
-        return self.config.parallel.route == STAGED
-
-    def norm(self, rows: int, width: int) -> int:
-        """Kept by an RMSNorm over `rows` of `width`, its result apart."""
-        return rows * (width * self.a + self.w) if self.fused else rows * (2 * width + 1) * self.w
+    def norm(self, rows: int, hidden_size: int) -> int:
+        """Kept by an RMSNorm over `rows` of `hidden_size`, its result apart."""
+        return (
+            rows * (hidden_size * self.a + self.w)
+            if self.run.device_type == "cuda"
+            else rows * (2 * hidden_size + 1) * self.w
+        )
 
     def kept(self, recompute: str) -> int:
         """Of a block."""
         if recompute == "none":
             return self.block()
-        entry = self.rows * self.model.width * self.a
+        entry = self.rows * self.model.hidden_size * self.a
         return entry if recompute == "full" else entry + self.results()
 
     def block(self) -> int:
         """All that backward of a block needs."""
-        T, E = self.slots, self.model.width
+        T, E = self.slots, self.model.hidden_size
         projected = T * E * self.a  # the gathered result of the first norm
         attention = (
             0 if self.staged else self.qk_norms() + self.attended() + T * self.heads[0] * self.model.head_dim * self.a
@@ -204,23 +186,22 @@ class _Sizes:
 
     def dense(self) -> int:
         """The gathered result of the second norm; gate, its silu, up, and their product."""
-        assert self.model.ffn_width is not None, "the configuration has one of ffn_width and experts"
-        return self.slots * self.a * (self.model.width + 4 * self.model.ffn_width // self.tp)
+        return self.slots * self.a * (self.model.hidden_size + 4 * self.model.intermediate_size // self.tp)
 
     def experts(self) -> int:
         """Router, rows of tokens on their way through experts (spread evenly), their sum, and the shared expert."""
         experts = self.model.experts
-        assert experts is not None, "the configuration has one of ffn_width and experts"
-        R, E, a, w, top_k = self.rows, self.model.width, self.a, self.w, experts.top_k
-        router = R * (E * w + (2 + bool(experts.balance)) * experts.num_experts * w + (top_k + 1) * w)
-        sorting = 2 * top_k * (self.config.parallel.ep > 1)  # rows that came, by expert and back
+        assert experts is not None, "the configuration has one of intermediate_size and experts"
+        R, E, a, w, top_k = self.rows, self.model.hidden_size, self.a, self.w, experts.top_k
+        router = R * (E * w + (2 + experts.balance) * experts.num_experts * w + (top_k + 1) * w)
+        sorting = 2 * top_k * (self.run.topology.ep > 1)  # rows that came, by expert and back
         indices = R * (1 + INTEGER * (experts.num_experts + 2 * top_k + sorting + 1))
-        routed = R * top_k * a * (E + 4 * experts.ffn_width) + R * (top_k + 1) * E * a
+        routed = R * top_k * a * (E + 4 * experts.intermediate_size) + R * (top_k + 1) * E * a
         shared = 0
-        if experts.shared_ffn_width:
+        if experts.shared_intermediate_size:
             # Without TP its input is the router's, unless that was made wide.
             own = self.slots * E if self.tp > 1 or a < w else 0
-            shared = a * (own + self.slots * 4 * experts.shared_ffn_width // self.tp)
+            shared = a * (own + self.slots * 4 * experts.shared_intermediate_size // self.tp)
         return router + indices + routed + shared
 
 

@@ -7,12 +7,10 @@ from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any
 
-from longspan.advise.activations import activations_of, in_flight, peak_in_flight
-from longspan.model.model_config import ModelConfig
-from longspan.plan.comm_dtype import ITEMSIZES
-from longspan.topology import Topology
-from longspan.train.axes import stage_layers
-from longspan.train.train_config import TrainConfig
+from longspan.advise.activations import Activations, activations_of, in_flight, peak_in_flight
+from longspan.advise.run_shape import RunShape
+from longspan.plan import PHASES, Layout, Plan
+from longspan.topology import ModelShape, Topology
 
 Shape = tuple[int, ...]
 
@@ -64,13 +62,30 @@ class StageBudget:
 
 
 @dataclass(frozen=True)
+class AttentionBudget:
+    """Attention by one mask of the model, over the longest micro-batch."""
+
+    mask: str
+    layers: int
+    """Number of layers that use the mask."""
+    layout: str
+    route: str
+    ulysses_degree: int
+    """Ranks that exchange heads."""
+    ring_degree: int
+    """Ranks among which rows travel."""
+    bytes_sent: int
+    """By the rank that sends most, in forward and backward of one layer."""
+
+
+@dataclass(frozen=True)
 class Budget:
     """The numbers of a run at its longest row: see `budget_of`."""
 
     topology: Topology
     global_batch: int
     """Rows of a step."""
-    row_tokens: int
+    seq_len: int
     num_parameters: int
     """Of the whole model."""
     micro_batches: int
@@ -81,6 +96,8 @@ class Budget:
     """Of the slots, those that hold a token, on the rank with most."""
     block: int
     """Bytes of activations kept of one block and micro-batch."""
+    attention: tuple[AttentionBudget, ...]
+    """One for each mask of the model."""
     stages: tuple[StageBudget, ...]
     """One for each place in the pipeline."""
 
@@ -90,44 +107,61 @@ class Budget:
         return asdict(self) | {"stages": stages}
 
 
-def budget_of(config: TrainConfig, model: ModelConfig, topology: Topology, device_type: str = "cpu") -> Budget:
+def budget_of(run: RunShape) -> Budget:
     """What each rank of a run holds when its rows are the longest that the data can give.
 
     Parameters, gradients and moments are exact in elements (AdamW's counters of steps apart). Activations are those that
     autograd keeps, in eager code, experts evenly loaded. Left out: temporaries of the operator at work and of the optimizer,
     a route's rows in flight, ids and labels of micro-batches that wait, what the allocator, the libraries and Python take.
 
-    `device_type`, "cpu" or "cuda": see `activations_of`. Raises `SpecError` for what no rank could carry out.
+    Raises `SpecError` for what no rank could carry out.
     """
-    kept = activations_of(config, model, device_type)
+    kept, topology = activations_of(run), run.topology
+    layout, plans = run.longest_plans
     return Budget(
         topology=topology,
-        global_batch=topology.global_batch(config.rows_per_batch, config.accumulation),
-        row_tokens=config.data.row_tokens,
-        num_parameters=model.num_parameters,
-        micro_batches=config.accumulation,
+        global_batch=topology.global_batch(run.micro_batch_size, run.gradient_accumulation_steps),
+        seq_len=run.seq_len,
+        num_parameters=num_parameters(run.model),
+        micro_batches=run.gradient_accumulation_steps,
         slots=kept.slots,
         tokens=kept.tokens,
         block=kept.block,
-        stages=tuple(_stage(config, model, topology, pp_rank, device_type) for pp_rank in range(topology.pp)),
+        attention=tuple(_attention(run, layout, name, plan) for name, plan in plans.items()),
+        stages=tuple(_stage(run, kept, pp_rank) for pp_rank in range(topology.pp)),
     )
 
 
-def shard_sizes(config: TrainConfig, model: ModelConfig, topology: Topology, rank: int) -> dict[str, int]:
+def _attention(run: RunShape, layout: Layout, name: str, plan: Plan) -> AttentionBudget:
+    sent = [
+        sum(plan.bytes(rank, phase, run.model.head_dim, run.itemsize) for phase in PHASES) for rank in range(plan.ranks)
+    ]
+    return AttentionBudget(
+        name, run.planner.layers.get(name, 1), layout.name, plan.route, plan.degrees.heads, plan.degrees.rows, max(sent)
+    )
+
+
+def num_parameters(model: ModelShape) -> int:
+    """Elements of all parameters; tied embeddings count once."""
+    return sum(prod(weight.shape) for weight in _weights(model, range(model.num_layers), tp=1, ep=1))
+
+
+def shard_sizes(run: RunShape, rank: int) -> dict[str, int]:
     """Elements of each parameter that are on `rank`, by name: 0 where there are fewer rows than ranks to share them.
 
     TP and EP cut a dim into equal parts. FSDP2 cuts dim 0 of what is left over n ranks: the first ones take ceil(rows / n)
     rows each, as `torch.chunk`, and the last ones fewer or none.
     """
-    place, p = topology.coordinates(rank), topology
-    shard_dp = p.dp // p.replicas
+    p = run.topology
+    place = p.coordinates(rank)
+    shard_dp = p.dp // p.dp_replicate
     dense = (shard_dp * p.cp, place["dp"] % shard_dp * p.cp + place["cp"])
     experts = (p.edp, place["edp"])
-    sharded = config.parallel.wrapper == "fsdp"
+    sharded = run.wrapper == "fsdp"
     return {
         weight.name: _rows(weight.shape, *(experts if weight.is_experts else dense)) if sharded else prod(weight.shape)
-        for layers in _stages_of(config, model, place["pp"])
-        for weight in _weights(model, layers, p)
+        for layers in run.stages_of(place["pp"])
+        for weight in _weights(run.model, layers, p.tp, p.ep)
     }
 
 
@@ -150,12 +184,11 @@ class _Weight:
         return ".".join(self.name.split(".")[:2]) + (".experts" if self.is_experts else "")
 
 
-def _stage(config: TrainConfig, model: ModelConfig, topology: Topology, pp_rank: int, device_type: str) -> StageBudget:
-    rank = topology.groups("tp-dp-cp")[pp_rank][0]
-    elements, wide = sum(shard_sizes(config, model, topology, rank).values()), max(4, ITEMSIZES[config.dtype])
-    parts = _stages_of(config, model, pp_rank)
-    gathered, unreduced = _whole(config, model, topology, parts, elements)
-    activations, head, flying = _activations(config, model, parts, pp_rank, device_type)
+def _stage(run: RunShape, kept: Activations, pp_rank: int) -> StageBudget:
+    rank, wide = run.topology.groups("tp-dp-cp")[pp_rank][0], run.wide_itemsize
+    elements, parts = sum(shard_sizes(run, rank).values()), run.stages_of(pp_rank)
+    gathered, unreduced = _whole(run, parts, elements)
+    activations, head, flying = _activations(run, kept, parts, pp_rank)
     return StageBudget(
         pp_rank=pp_rank,
         first_rank=rank,
@@ -172,17 +205,14 @@ def _stage(config: TrainConfig, model: ModelConfig, topology: Topology, pp_rank:
     )
 
 
-def _whole(
-    config: TrainConfig, model: ModelConfig, topology: Topology, parts: list[range], elements: int
-) -> tuple[int, int]:
+def _whole(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
     """Bytes of weights gathered, and of gradients not reduced yet."""
-    narrow = ITEMSIZES[config.dtype]
-    wide = max(4, narrow)
-    if config.parallel.wrapper == "ddp":
+    narrow, wide = run.itemsize, run.wide_itemsize
+    if run.wrapper == "ddp":
         return 0, elements * wide
     units: dict[str, int] = {}
     for layers in parts:
-        for weight in _weights(model, layers, topology):
+        for weight in _weights(run.model, layers, run.topology.tp, run.topology.ep):
             units[weight.unit] = units.get(weight.unit, 0) + prod(weight.shape)
     ends, total = units.pop("", 0), sum(units.values())
     blocks = [
@@ -190,33 +220,26 @@ def _whole(
     ]
     everything = ends + total
     # Pipelines gather no weights anew between micro-batches.
-    kept = topology.pp > 1 or config.parallel.schedule == "zero-bubble"
+    kept = run.topology.pp > 1 or run.schedule == "zero-bubble"
     gathered = everything if kept else ends + sum(sorted(blocks)[-2:])
-    summed = config.accumulation > 1 and config.parallel.defer_reduction
+    summed = run.gradient_accumulation_steps > 1 and run.defer_reduction
     unreduced = everything * wide if summed else (ends + max(blocks)) * narrow
     return gathered * narrow, unreduced
 
 
-def _activations(
-    config: TrainConfig, model: ModelConfig, parts: list[range], pp_rank: int, device_type: str
-) -> tuple[int, int, int]:
+def _activations(run: RunShape, kept: Activations, parts: list[range], pp_rank: int) -> tuple[int, int, int]:
     """Bytes kept at once, bytes at work in the loss, and micro-batches in flight."""
-    kept = activations_of(config, model, device_type)
-    ends = [(0 in layers, model.num_layers - 1 in layers) for layers in parts]
+    ends = [(0 in layers, run.model.num_layers - 1 in layers) for layers in parts]
     sizes = [kept.stage(len(layers), first=first, last=last) for layers, (first, last) in zip(parts, ends, strict=True)]
-    history = in_flight(config, pp_rank)
+    history = in_flight(run, pp_rank)
     most, flying = peak_in_flight(history, sizes)
     handed = 0
-    if config.parallel.pp > 1:
+    if run.topology.pp > 1:
         # Each stage receives hidden states and gradients into buffers of its own for every micro-batch, and keeps what it sent.
-        buffers = sum((not first) + (not last) for first, last in ends) * config.accumulation
+        buffers = sum((not first) + (not last) for first, last in ends) * run.gradient_accumulation_steps
         sent, _ = peak_in_flight(history, [int(not last) for _, last in ends])
         handed = (buffers + sent) * kept.hidden
     return most + kept.recomputed + handed, kept.head if any(last for _, last in ends) else 0, flying
-
-
-def _stages_of(config: TrainConfig, model: ModelConfig, pp_rank: int) -> list[range]:
-    return stage_layers(config, model)[pp_rank :: config.parallel.pp]
 
 
 def _rows(shape: Shape, ranks: int, index: int) -> int:
@@ -225,45 +248,44 @@ def _rows(shape: Shape, ranks: int, index: int) -> int:
     return min(each, max(0, shape[0] - index * each)) * prod(shape[1:])
 
 
-def _weights(model: ModelConfig, layers: range, topology: Topology) -> Iterator[_Weight]:
+def _weights(model: ModelShape, layers: range, tp: int, ep: int) -> Iterator[_Weight]:
     """The parameters of a stage, in no order, as tp and ep leave them."""
-    width, tp = model.width, topology.tp
+    hidden_size = model.hidden_size
     first, last = 0 in layers, model.num_layers - 1 in layers
     if first or (last and model.tie_embeddings):
-        yield _Weight("embed_tokens.weight", (model.vocab_size // tp, width))
+        yield _Weight("embed_tokens.weight", (model.vocab_size // tp, hidden_size))
     if last:
-        yield _Weight("norm.weight", (width,))
+        yield _Weight("norm.weight", (hidden_size,))
     if last and not model.tie_embeddings:
-        yield _Weight("lm_head.weight", (model.vocab_size // tp, width))
+        yield _Weight("lm_head.weight", (model.vocab_size // tp, hidden_size))
     for layer in layers:
-        for name, shape in _block(model, tp, topology.ep):
+        for name, shape in _block(model, tp, ep):
             yield _Weight(f"layers.{layer}.{name}", shape)
 
 
-def _block(model: ModelConfig, tp: int, ep: int) -> Iterator[tuple[str, Shape]]:
-    width, dim, experts = model.width, model.head_dim, model.experts
+def _block(model: ModelShape, tp: int, ep: int) -> Iterator[tuple[str, Shape]]:
+    hidden_size, dim, experts = model.hidden_size, model.head_dim, model.experts
     query, kv = (heads // tp * dim for heads in (model.num_heads, model.num_kv_heads))
-    yield "input_layernorm.weight", (width,)
-    yield "post_attention_layernorm.weight", (width,)
-    yield "self_attn.q_proj.weight", (query, width)
-    yield "self_attn.k_proj.weight", (kv, width)
-    yield "self_attn.v_proj.weight", (kv, width)
-    yield "self_attn.o_proj.weight", (width, query)
+    yield "input_layernorm.weight", (hidden_size,)
+    yield "post_attention_layernorm.weight", (hidden_size,)
+    yield "self_attn.q_proj.weight", (query, hidden_size)
+    yield "self_attn.k_proj.weight", (kv, hidden_size)
+    yield "self_attn.v_proj.weight", (kv, hidden_size)
+    yield "self_attn.o_proj.weight", (hidden_size, query)
     if model.qk_norm:
         yield "self_attn.q_norm.weight", (dim,)
         yield "self_attn.k_norm.weight", (dim,)
     if experts is None:
-        assert model.ffn_width is not None, "the configuration has one of ffn_width and experts"
-        yield from _feed_forward("mlp", width, model.ffn_width // tp)
+        yield from _feed_forward("mlp", hidden_size, model.intermediate_size // tp)
         return
-    yield "mlp.gate.weight", (experts.num_experts, width)
-    yield "mlp.experts.gate_up_proj", (experts.num_experts // ep, 2 * experts.ffn_width, width)
-    yield "mlp.experts.down_proj", (experts.num_experts // ep, width, experts.ffn_width)
-    if experts.shared_ffn_width:
-        yield from _feed_forward("mlp.shared_expert", width, experts.shared_ffn_width // tp)
+    yield "mlp.gate.weight", (experts.num_experts, hidden_size)
+    yield "mlp.experts.gate_up_proj", (experts.num_experts // ep, 2 * experts.intermediate_size, hidden_size)
+    yield "mlp.experts.down_proj", (experts.num_experts // ep, hidden_size, experts.intermediate_size)
+    if experts.shared_intermediate_size:
+        yield from _feed_forward("mlp.shared_expert", hidden_size, experts.shared_intermediate_size // tp)
 
 
-def _feed_forward(name: str, width: int, ffn_width: int) -> Iterator[tuple[str, Shape]]:
-    yield f"{name}.gate_proj.weight", (ffn_width, width)
-    yield f"{name}.up_proj.weight", (ffn_width, width)
-    yield f"{name}.down_proj.weight", (width, ffn_width)
+def _feed_forward(name: str, hidden_size: int, intermediate_size: int) -> Iterator[tuple[str, Shape]]:
+    yield f"{name}.gate_proj.weight", (intermediate_size, hidden_size)
+    yield f"{name}.up_proj.weight", (intermediate_size, hidden_size)
+    yield f"{name}.down_proj.weight", (hidden_size, intermediate_size)

@@ -33,7 +33,7 @@ class StepShape:
 
     topology: Topology
     sp: bool
-    width: int
+    hidden_size: int
     layers: int
     slots: tuple[int, ...]
     units: tuple[tuple[Shape, ...], ...]
@@ -58,15 +58,15 @@ def step_volumes(step: StepShape) -> Volumes:
     return total
 
 
-def layer_pass(slots: int, width: int, tp: int) -> Fraction:
+def layer_pass(slots: int, hidden_size: int, tp: int) -> Fraction:
     """`4 T E (tp - 1) / tp`: a dense layer over tp, forward; backward the same. Two all-gathers and two reduce-scatters of
     shards of the sequence, or two all-reduces."""
-    return Fraction(4 * slots * width * (tp - 1), tp)
+    return Fraction(4 * slots * hidden_size * (tp - 1), tp)
 
 
-def ulysses(seq_len: int, width: int, kv_width: int, degree: int) -> Fraction:
+def ulysses(seq_len: int, hidden_size: int, kv_width: int, degree: int) -> Fraction:
     """`2 S (d + d_kv) (P - 1) / P^2` of one forward, where P divides the KV heads and the sequence."""
-    return Fraction(2 * seq_len * (width + kv_width) * (degree - 1), degree**2)
+    return Fraction(2 * seq_len * (hidden_size + kv_width) * (degree - 1), degree**2)
 
 
 def shard_elements(shapes: Iterable[Shape], ranks: int) -> int:
@@ -85,7 +85,7 @@ def expert_rows(counts: Sequence[Sequence[int]], rank: int) -> int:
 
 def hidden_elements(step: StepShape, slots: int) -> int:
     """`T E`, or under SP `T E / tp`: what a stage sends to the next in forward, and back in backward, of a micro-batch."""
-    return slots * step.width // (step.topology.tp if step.sp else 1)
+    return slots * step.hidden_size // (step.topology.tp if step.sp else 1)
 
 
 Part = Iterator[tuple[str, str, Fraction]]
@@ -95,7 +95,7 @@ def _tensor(step: StepShape) -> Part:
     tp, tokens = step.topology.tp, sum(step.slots)
     # Of attention and of a dense MLP, forward and backward; of the embedding and the head, one each.
     passes = 2 * step.layers * (1 if step.num_experts else 2) + step.first + step.last
-    hidden = Fraction(tokens * step.width * (tp - 1), tp)
+    hidden = Fraction(tokens * step.hidden_size * (tp - 1), tp)
     yield "tp", "all-gather", Fraction(2 * tokens * (tp - 1) * step.last)
     yield "tp", "all-reduce", Fraction(_sums(step) * 2 * step.parts * (tp - 1), tp)
     if step.sp:
@@ -116,7 +116,7 @@ def _shards(step: StepShape) -> Part:
     yield "shard", "all-gather", Fraction((shards - 1) * (times * sum(blocks) + of_root * root))
     owned = _sums(step) * (sum(blocks) + root)
     yield "shard", "reduce-scatter", Fraction((shards - 1) * owned)
-    yield "replica", "all-reduce", Fraction(2 * owned * (t.replicas - 1), t.replicas)
+    yield "replica", "all-reduce", Fraction(2 * owned * (t.dp_replicate - 1), t.dp_replicate)
     edp = "shard" if t.groups("edp") == t.groups("shard") else "edp"
     yield edp, "all-gather", Fraction((t.edp - 1) * times * experts)
     yield edp, "reduce-scatter", Fraction((t.edp - 1) * _sums(step) * experts)

@@ -11,7 +11,7 @@ from longspan.advise import Costs
 from longspan.bench.calibrate import calibrate as run_calibration
 from longspan.cli.exits import friendly
 from longspan.cli.options import check_folder, spinner
-from longspan.train.model import DTYPES
+from longspan.train.model import TORCH_DTYPES
 from longspan.train.monitor import json_line
 
 
@@ -29,7 +29,7 @@ def bench() -> None:
     help="Ranks to start here; under torchrun its own are taken.",
 )
 @click.option("--head-dim", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--dtype", type=click.Choice(list(DTYPES)), default="fp32", show_default=True)
+@click.option("--dtype", type=click.Choice(list(TORCH_DTYPES)), default="fp32", show_default=True)
 @click.option("--mebibytes", type=click.IntRange(min=1), default=16, show_default=True, help="Size of a large message.")
 @click.option(
     "--device",
@@ -52,7 +52,7 @@ def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, device: str
     check_folder(output)
     with spinner(as_json) as told:
         told("measuring")
-        costs = run_calibration(ranks, head_dim, DTYPES[dtype], mebibytes, device)
+        costs = run_calibration(ranks, head_dim, TORCH_DTYPES[dtype], mebibytes, device)
     if costs is None:
         return
     costs.save(output)

@@ -11,9 +11,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from longspan.cli.exits import friendly
 from longspan.cli.options import check_folder, config_options, corpus_progress
-from longspan.data.pack import pack as write_packs
 from longspan.errors import SpecError
 from longspan.report import packs_table
+from longspan.train.pack_run import pack_run
 from longspan.train.train_config import PackConfig, read_values
 
 
@@ -44,7 +44,7 @@ def pack(
     check_folder(output)
     run = PackConfig.model_validate(read_values(config, overrides))
     with corpus_progress(quiet) as tokenised, _pack_progress(quiet) as packed:
-        report = write_packs(run, output, epochs=epochs, tokenised=tokenised, packed=packed)
+        report = pack_run(run, output, epochs=epochs, tokenised=tokenised, packed=packed)
     if as_json:
         click.echo(json.dumps({**report.summary(), "manifest": str(output)}, allow_nan=False))
         return

@@ -12,11 +12,11 @@ import click
 from click.core import ParameterSource
 from rich.console import Console
 
-from longspan.advise.choose import reckon
+from longspan.advise import Planner
 from longspan.cli.exits import friendly
 from longspan.errors import SpecError
-from longspan.plan import AUTO, BALANCED, ROUTES, WIRE_DTYPES, Layout, Mask, Plan, check_route, plan_attention
-from longspan.plan.comm_dtype import ITEMSIZES
+from longspan.names import AUTO, BALANCED, COMM_DTYPES, DTYPES, LAYOUTS, ROUTES
+from longspan.plan import Mask, Plan, route_of
 from longspan.report import PlanReport, TopologyReport, describe, describe_topology, plan_table, topology_table
 from longspan.topology import ORDER, Topology
 
@@ -29,7 +29,7 @@ _POSITIVE = click.IntRange(min=1)
 _OPTIONS = (
     click.option("--seq-len", metavar="TOKENS", help="Tokens of the global row: 8192, 8k, 128k, 1M (k = 1,024)."),
     click.option("--cp", type=int, metavar="RANKS", help="Context-parallel degree."),
-    click.option("--layout", default="zigzag", show_default=True, help="contiguous, zigzag, striped or balanced."),
+    click.option("--layout", default="zigzag", show_default=True, help=f"{', '.join(LAYOUTS)}."),
     click.option("--mask", "kind", type=click.Choice(["causal", "full"]), default="causal", show_default=True),
     click.option("--window", metavar="TOKENS", help="A query sees only keys less than this many tokens away."),
     click.option("--documents", metavar="LENGTHS", help="Packed documents: 5000,3000,192. They must sum to --seq-len."),
@@ -40,14 +40,14 @@ _OPTIONS = (
         "--heads", metavar="Q/KV", help="Query heads / KV heads on one rank: 32/8. Else bytes are of one KV head."
     ),
     click.option("--head-dim", type=int, default=128, show_default=True, help="Dimension of a head."),
-    click.option("--dtype", type=click.Choice(list(ITEMSIZES)), default="bf16", show_default=True),
+    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
     click.option("--slots", metavar="TOKENS", help="Fixed local length of every rank."),
     click.option(
         "--route", default="ring", show_default=True, help=f"How keys reach queries: {', '.join((*ROUTES, AUTO))}."
     ),
     click.option("--inner", type=int, metavar="RANKS", help="Inner degree of a route of two levels; else chosen."),
     click.option(
-        "--wire-dtype", type=click.Choice(list(WIRE_DTYPES)), help="Round keys and values for their way; else --dtype."
+        "--comm-dtype", type=click.Choice(list(COMM_DTYPES)), help="Round keys and values for their way; else --dtype."
     ),
     click.option("--tp", type=_POSITIVE, metavar="RANKS", default=1, help="TP degree; --heads is after it."),
     click.option(
@@ -70,12 +70,13 @@ _TOPOLOGY_OPTIONS = (
     click.option("--dp", type=_POSITIVE, metavar="RANKS", help="Data-parallel degree; else what is left of --world."),
     click.option("--pp", type=_POSITIVE, metavar="RANKS", default=1, help="Pipeline degree."),
     click.option("--ep", type=_POSITIVE, metavar="RANKS", default=1, help="Expert degree, over ranks of a stage."),
-    click.option("--etp", type=_POSITIVE, metavar="RANKS", default=1, help="TP degree inside an expert."),
-    click.option("--replicas", type=_POSITIVE, metavar="NUMBER", default=1, help="HSDP: copies of the shards over dp."),
+    click.option(
+        "--dp-replicate", type=_POSITIVE, metavar="NUMBER", default=1, help="HSDP: copies of the shards over dp."
+    ),
     click.option("--order", metavar="AXES", default=ORDER, show_default=True, help="Axes, fastest to slowest."),
     click.option("--domain", type=_POSITIVE, metavar="RANKS", help="Ranks of a NUMA domain, or a switch, in a node."),
 )
-_TOPOLOGY_NAMES = ("dp", "pp", "ep", "etp", "replicas", "order", "domain")
+_TOPOLOGY_NAMES = ("dp", "pp", "ep", "dp_replicate", "order", "domain")
 _SHARED_NAMES = ("world", "cp", "tp", "ranks_per_node", "as_json")
 _IN_OPTIONS = (
     ("use window=None for no window", "leave --window out for no window"),
@@ -111,7 +112,7 @@ def plan_of(
     slots: str | None,
     route: str,
     inner: int | None,
-    wire_dtype: str | None,
+    comm_dtype: str | None,
     tp: int,
     ranks_per_node: int | None,
     costs: Path | None,
@@ -124,23 +125,15 @@ def plan_of(
     _check_used(route, inner, costs, ranks_per_node, layout, heads)
     try:
         mask = _mask(tokens, kind, _tokens("window", window), lengths, _tokens("prefix", prefix))
-        query_heads = None if heads is None else _heads(heads)
-        reckoned, whole_below = reckon(costs, layout, query_heads, head_dim, ITEMSIZES[dtype])
-        shards = Layout.named(layout, tokens, cp, _tokens("slots", slots), masks=[mask], whole_below=whole_below)
-        made = plan_attention(
-            shards,
-            mask,
-            route,
-            query_heads,
-            inner,
-            wire_dtype=wire_dtype,
-            tp=tp,
-            ranks_per_node=ranks_per_node,
-            costs=reckoned,
-        )
+        itemsize = DTYPES[dtype].itemsize
+        planner = Planner.with_costs(
+            costs, ranks=cp, layout=layout, route=route, heads=None if heads is None else _heads(heads), head_dim=head_dim,
+            itemsize=itemsize, inner=inner, comm_dtype=comm_dtype, tp=tp, ranks_per_node=ranks_per_node,
+        )  # fmt: skip
+        made = planner.plans({"full": mask}, _tokens("slots", slots))[1]["full"]
     except SpecError as error:
         raise SpecError(error.message, error.hint and _in_options(error.hint)) from error
-    return made, describe(made, head_dim, ITEMSIZES[dtype])
+    return made, describe(made, head_dim, itemsize)
 
 
 def _topology_options(function: F) -> F:
@@ -235,7 +228,7 @@ def _check_used(
 
 def _chooses(route: str, inner: int | None) -> bool:
     """Whether it is to be chosen which ranks exchange heads."""
-    return route == AUTO or (ROUTES[check_route(route)].heads == "inner" and inner is None)
+    return route == AUTO or (route_of(route).heads == "inner" and inner is None)
 
 
 def _in_options(hint: str) -> str:

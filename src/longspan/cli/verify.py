@@ -24,7 +24,7 @@ from longspan.verify.verify_config import VerifyConfig
 @click.option("--layout", multiple=True, help="Layouts; repeatable. Default: the file's.")
 @click.option("--route", multiple=True, help="Routes; repeatable. Default: the file's.")
 @click.option(
-    "--wire-dtype",
+    "--comm-dtype",
     multiple=True,
     help="none, bf16, fp8 for keys and values on the way; repeatable. Default: the file's.",
 )
@@ -43,7 +43,7 @@ def verify(
     cp: tuple[int, ...],
     layout: tuple[str, ...],
     route: tuple[str, ...],
-    wire_dtype: tuple[str, ...],
+    comm_dtype: tuple[str, ...],
     dtype: tuple[str, ...],
     steps: int,
     layers: int | None,
@@ -61,7 +61,7 @@ def verify(
         "cp": cp or (run.parallel.cp,),
         "layouts": layout or (run.parallel.layout,),
         "routes": route or (run.parallel.route,),
-        "wire_dtypes": [None if name == "none" else name for name in wire_dtype] or (run.parallel.wire_dtype,),
+        "comm_dtypes": [None if name == "none" else name for name in comm_dtype] or (run.parallel.comm_dtype,),
         "dtypes": dtype or None,
         "steps": steps,
         "layers": layers,
@@ -87,15 +87,15 @@ def verify(
 
 def _summary(verdicts: Sequence[Verdict]) -> str:
     """How many hold: cases that round on the wire are not equal to cp=1, but within what rounding allows."""
-    exact = [v.passed for v in verdicts if v.wire_dtype is None]
-    rounded = [v.passed for v in verdicts if v.wire_dtype is not None]
+    exact = [v.passed for v in verdicts if v.comm_dtype is None]
+    rounded = [v.passed for v in verdicts if v.comm_dtype is not None]
     kinds = ((exact, "cases equal cp=1"), (rounded, "cases with a wire dtype are within its bounds of cp=1"))
     return ", ".join(f"{sum(passed)} of {len(passed)} {what}" for passed, what in kinds if passed)
 
 
 def _cut(whole: Mapping[str, tuple[int, int]]) -> str:
     """What was left out."""
-    words = {"layers": "layers", "row_tokens": "tokens a row"}
+    words = {"layers": "layers", "seq_len": "tokens a row"}
     parts = [f"{now:,} of {before:,} {words[name]}" for name, (now, before) in whole.items()]
     return f"; cut to {' and '.join(parts)}" if parts else ""
 
@@ -124,14 +124,14 @@ def _table(verdicts: Sequence[Verdict], parallel: ParallelConfig) -> Table:
             str(v.cp),
             v.layout,
             v.route,
-            v.dtype if v.wire_dtype is None else f"{v.dtype} ({v.wire_dtype})",
+            v.dtype if v.comm_dtype is None else f"{v.dtype} ({v.comm_dtype})",
             f"{v.loss:.6f}",
             f"{v.loss_error:.1e} ({v.loss_tolerance:.0e})",
             f"{v.norm_error:.1e} ({v.norm_tolerance:.0e})",
             v.worst_gradient,
             f"{v.gradient_error:.1e} ({v.gradient_tolerance:.0e})",
-            "" if v.dtype in EXACT and v.wire_dtype is None else " ".join(f"{d:.0e}" for d in v.drift),
-            f"[green]{'equal' if v.wire_dtype is None else 'in bounds'}[/]"
+            "" if v.dtype in EXACT and v.comm_dtype is None else " ".join(f"{d:.0e}" for d in v.drift),
+            f"[green]{'equal' if v.comm_dtype is None else 'in bounds'}[/]"
             if v.passed
             else "[bold red]DIFFERS[/]" + ("" if v.inputs_equal else ": other inputs"),
         )

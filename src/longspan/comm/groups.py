@@ -1,6 +1,5 @@
 """Groups from whatever the caller holds: a process group, a DeviceMesh axis, ranks in memory, or nothing (one rank)."""
 
-import os
 from datetime import timedelta
 from itertools import groupby
 
@@ -9,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from longspan.comm.torchrun import local_world_size
 from longspan.comm.transport import Transport, transport_of
 from longspan.errors import SpecError
 
@@ -72,9 +72,9 @@ def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
 
 def ranks_per_node(group: RankGroup | None) -> int | None:
     """How many neighbouring ranks of `group` share a node, if torchrun tells and every node holds as many; else None."""
-    local = os.environ.get("LOCAL_WORLD_SIZE")
+    local = local_world_size()
     if group is None or isinstance(group, Transport) or local is None:
         return None
-    nodes = [rank // int(local) for rank in dist.get_process_group_ranks(group)]
+    nodes = [rank // local for rank in dist.get_process_group_ranks(group)]
     sizes = [len(list(run)) for _, run in groupby(nodes)]
     return sizes[0] if len(set(sizes)) == 1 and len(sizes) == len(set(nodes)) else None

@@ -39,7 +39,7 @@ class Meshes:
             ranks = np.ascontiguousarray(ranks)
             return DeviceMesh.from_group([groups[name] for name in names], device_type, ranks, mesh_dim_names=names)
 
-        weights = t.grid(("pp", "replica", "shard_dp", "cp", "tp")).reshape(t.pp, t.replicas, -1, t.tp)
+        weights = t.grid(("pp", "replica", "shard_dp", "cp", "tp")).reshape(t.pp, t.dp_replicate, -1, t.tp)
         # Two axes made one: process groups number their ranks ascending, so this axis has to, whatever the order.
         weights = np.sort(weights, axis=2)
         return cls(

@@ -7,7 +7,7 @@ from longspan.cp.engine.executor import Share
 from longspan.cp.engine.modes import autocast_like_sdpa, refuse_transforms
 from longspan.cp.engine.operators import ShareRef, attention_forward
 from longspan.errors import SpecError
-from longspan.plan import STAGED, Plan
+from longspan.plan import Plan
 
 
 def attention(
@@ -39,14 +39,13 @@ def attention(
     ranks compare the first call of each kind alone: what is wrong with a later one is raised where it is wrong. Else as
     `scaled_dot_product_attention`, autocast included; differentiable once, in reverse mode.
     """
-    return attend(q, k, v, plan.route, share_of(plan, group, kernel), scale, sink, softcap, alibi)
+    return attend(q, k, v, share_of(plan, group, kernel), scale, sink, softcap, alibi)
 
 
 def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    route: str,
     ref: ShareRef,
     scale: float | None = None,
     sink: torch.Tensor | None = None,
@@ -54,11 +53,6 @@ def attend(
     alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention` by a rank's share of a plan. Compiled code goes through it, and is the same for all plans."""
-    if route == STAGED:
-        raise SpecError(
-            f"route {STAGED!r} was given q, k and v of all heads, which it is there to avoid",
-            hint='give the layer\'s input to longspan.projected_attention (or UpipeAttention), or use route="ulysses"',
-        )
     refuse_transforms(q, k, v, sink)
     q, k, v = autocast_like_sdpa(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -66,7 +60,7 @@ def attend(
         raise SpecError(f"alibi={alibi!r} is not a tensor", hint="give the slopes as torch.tensor([...])")
     if alibi is not None and alibi.requires_grad:
         raise SpecError("the slopes of ALiBi are constants, and these require a gradient", hint="give alibi.detach()")
-    out, *_ = attention_forward(q, k, v, sink, alibi, ref, scale, softcap, ref.exchanged)
+    out, *_ = attention_forward(q, k, v, sink, alibi, ref, scale, softcap)
     return out
 
 

@@ -8,25 +8,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.advise import Costs
+from longspan.advise import Costs, Planner
 from longspan.comm.agree import check_agreement
-from longspan.comm.groups import Group, as_group, rank_and_size, ranks_per_node
+from longspan.comm.groups import Group, RankGroup, as_group, rank_and_size, ranks_per_node
 from longspan.comm.sharding import gather, shard
 from longspan.cp.attention import attend, share_of
 from longspan.cp.upipe import Projections, projected_attention
 from longspan.errors import SpecError
 from longspan.kernels.choice import check_kernel_name
-from longspan.plan import BALANCED, ROUTES, Layout, Mask, Plan, check_wire_dtype, plan_attention
-from longspan.plan.arguments import whole
-from longspan.plan.layout import slots_of
+from longspan.names import BALANCED, COMM_DTYPES, IGNORED, ROUTES
+from longspan.plan import Layout, Mask, Plan
 
 Tensor = torch.Tensor
 
-DEAD = {"labels": -100, "position_ids": -1}
+DEAD = {"labels": IGNORED, "position_ids": -1}
 """What dead slots hold, by the tensor's name; 0 for every other name."""
 
 _PLANS_KEPT = 16
-_WIRE_NAMES: dict[object, str] = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "fp8"}
 
 
 class ContextParallel:
@@ -35,10 +33,10 @@ class ContextParallel:
     `layout` is "contiguous", "zigzag", "striped" or "balanced", which is chosen for the masks of each sequence, weighted by
     `layers`: how many layers use the mask of that name (1 if not told). `route` is one of `longspan.plan.ROUTES` or "auto".
     `heads` (query heads, KV heads on one rank, after tensor parallelism of degree `tp`) is needed by routes that move heads.
-    `inner` is the inner degree of a route with two levels; a 2-D mesh tells it, and else it is chosen. `wire_dtype` bf16 or
-    fp8 (a torch type or "bf16", "fp8") rounds keys and values for their way. `slots_multiple_of` pads each rank's local
-    length with dead slots to a multiple. `costs` is what "auto" weighs routes by. `whole_below`: documents shorter than this
-    are not split by "balanced", though token counts then differ (see `longspan.plan.Costs.whole_below`).
+    `inner` is the inner degree of a route with two levels; a 2-D mesh tells it, and else it is chosen. `comm_dtype` bf16 or
+    fp8 (a torch type or "bf16", "fp8") rounds keys and values for their way. `pad_to_multiple_of` pads each rank's local
+    length with dead slots to a multiple. `costs` is what "auto" weighs routes by. `min_split_tokens`: documents shorter than this
+    are not split by "balanced", though token counts then differ (see `longspan.plan.Costs.min_split_tokens`).
     """
 
     def __init__(
@@ -49,48 +47,41 @@ class ContextParallel:
         heads: tuple[int, int] | None = None,
         inner: int | None = None,
         kernel: str = "auto",
-        wire_dtype: torch.dtype | str | None = None,
-        slots_multiple_of: int | None = None,
+        comm_dtype: torch.dtype | str | None = None,
+        pad_to_multiple_of: int | None = None,
         *,
         tp: int = 1,
         costs: Costs | None = None,
         layers: Mapping[str, int] | None = None,
-        whole_below: int = 0,
+        min_split_tokens: int = 0,
     ) -> None:
-        if slots_multiple_of is not None and slots_multiple_of < 1:
-            raise SpecError(f"slots_multiple_of={slots_multiple_of} must be at least 1")
-        if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim == 2:
-            if route not in ROUTES or ROUTES[route].heads not in ("inner", "outer"):
-                raise SpecError(
-                    f"a mesh of 2 axes was given to route {route!r}, which has one level",
-                    hint='give one axis, such as mesh["cp"], or a group; or use a route of two levels, such as "usp"',
-                )
-            inner = mesh_or_group.size(1) if inner is None else inner
-            self.group = as_group(mesh_or_group, (mesh_or_group.size() // inner, inner))
-        else:
-            self.group = as_group(mesh_or_group)
-        if self.group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        group, inner = _group_of(mesh_or_group, route, inner)
+        if layers and layout != BALANCED:
             raise SpecError(
-                f"no group was given in a world of {dist.get_world_size()} ranks",
-                hint="give dist.group.WORLD, or the mesh's context-parallel axis",
+                f"layers={layers} are for layout {BALANCED!r}, not {layout!r}",
+                hint=f'set layout="{BALANCED}", or leave them out',
             )
-        self.rank, self.size = rank_and_size(self.group)
-        self.layout, self.route, self.heads, self.inner, self.tp = layout, route, heads, inner, tp
-        self.wire_dtype = check_wire_dtype(_WIRE_NAMES.get(wire_dtype, str(wire_dtype)) if wire_dtype else None)
-        self.costs, self.ranks_per_node = costs or Costs(), ranks_per_node(self.group)
-        self.kernel, self.slots_multiple_of = check_kernel_name(kernel), slots_multiple_of
-        if layout != BALANCED and (layers or whole_below):
-            raise SpecError(
-                f"layers={layers} and whole_below={whole_below} are for layout 'balanced', not {layout!r}",
-                hint='set layout="balanced", or leave them out',
-            )
-        self.layers = {name: whole(f"layers of {name!r}", number) for name, number in (layers or {}).items()}
-        self.whole_below = whole_below
+        planner = Planner(
+            rank_and_size(group)[1], layout, route, heads, inner, _name_of(comm_dtype), pad_to_multiple_of,
+            tp=tp, ranks_per_node=ranks_per_node(group), costs=costs or Costs(), layers=layers or {},
+            min_split_tokens=min_split_tokens,
+        )  # fmt: skip
+        self._start(group, planner, kernel)
+
+    @classmethod
+    def by(cls, group: Group, planner: Planner, kernel: str = "auto") -> "ContextParallel":
+        """Context parallelism over `group` by the choices of a planner, such as the one a run was planned with."""
+        made = cls.__new__(cls)
+        made._start(_group_of(group, planner.route, planner.inner)[0], planner, kernel)
+        return made
+
+    def _start(self, group: RankGroup | None, planner: Planner, kernel: str) -> None:
+        self.group, self.planner, self.kernel = group, planner, check_kernel_name(kernel)
+        self.rank, self.size = rank_and_size(group)
         self.agreed: set[str] = set()
         """Kinds of attention call that the ranks have compared."""
         self._planned: dict[tuple[tuple[str, Mask], ...], tuple[Layout, dict[str, Plan]]] = {}
-        # A sequence of one token per rank shows now what every later one would be refused for.
-        self.plans({next(iter(self.layers), "full"): Mask.causal(self.size)})
+        planner.check()
 
     def __deepcopy__(self, memo: object) -> "ContextParallel":
         """Itself: what is copied with a model talks over the same group. Plans may be copied and pickled; groups may not."""
@@ -118,36 +109,39 @@ class ContextParallel:
         check_agreement(self.group, what, problem)
         yield sequence
 
-    def layout_for(self, masks: Mapping[str, Mask]) -> Layout:
-        """The layout of a sequence with these masks."""
-        seq_len = next(iter(masks.values())).seq_len
-        if self.layers and (unknown := [name for name in masks if self.layers.get(name, 0) < 1]):
-            raise SpecError(
-                f"layers={self.layers} gives no layer to mask {', '.join(map(repr, unknown))}",
-                hint="say for each mask of a sequence how many layers use it, or leave layers out",
-            )
-        return Layout.named(
-            self.layout, seq_len, self.size, slots_of(seq_len, self.size, self.slots_multiple_of),
-            masks=list(masks.values()), weights=[self.layers.get(name, 1) for name in masks], whole_below=self.whole_below,
-        )  # fmt: skip
-
     def plans(self, masks: Mapping[str, Mask]) -> tuple[Layout, dict[str, Plan]]:
-        """The layout and the plan of each mask; the latest are kept, so that masks that come again are not planned again."""
+        """The layout and the plan of each mask. The latest are kept, so that masks that come again are not planned again."""
         key = tuple(sorted(masks.items()))
-        planned = self._planned.pop(key, None)
-        if planned is None:
-            layout = self.layout_for(masks)
-            planned = layout, {name: self._plan(layout, mask) for name, mask in masks.items()}
+        planned = self._planned.pop(key, None) or self.planner.plans(masks)
         self._planned[key] = planned
         if len(self._planned) > _PLANS_KEPT:
             del self._planned[next(iter(self._planned))]
         return planned
 
-    def _plan(self, layout: Layout, mask: Mask) -> Plan:
-        return plan_attention(
-            layout, mask, self.route, self.heads, self.inner,
-            wire_dtype=self.wire_dtype, tp=self.tp, ranks_per_node=self.ranks_per_node, costs=self.costs,
-        )  # fmt: skip
+
+def _group_of(mesh_or_group: Group, route: str, inner: int | None) -> tuple[RankGroup | None, int | None]:
+    """The group behind a mesh axis, a mesh of two axes or a group; and the inner degree, which a mesh of two axes gives."""
+    if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim == 2:
+        if route not in ROUTES or ROUTES[route].heads not in ("inner", "outer"):
+            raise SpecError(
+                f"a mesh of 2 axes was given to route {route!r}, which has one level",
+                hint='give one axis, such as mesh["cp"], or a group; or use a route of two levels, such as "usp"',
+            )
+        inner = mesh_or_group.size(1) if inner is None else inner
+        return as_group(mesh_or_group, (mesh_or_group.size() // inner, inner)), inner
+    group = as_group(mesh_or_group)
+    if group is None and dist.is_initialized() and dist.get_world_size() > 1:
+        raise SpecError(
+            f"no group was given in a world of {dist.get_world_size()} ranks",
+            hint="give dist.group.WORLD, or the mesh's context-parallel axis",
+        )
+    return group, inner
+
+
+def _name_of(comm_dtype: torch.dtype | str | None) -> str | None:
+    """The name of a type that may be given as torch's."""
+    named = {getattr(torch, torch_name): name for name, torch_name in COMM_DTYPES.items()}
+    return named.get(comm_dtype, str(comm_dtype)) if isinstance(comm_dtype, torch.dtype) else comm_dtype
 
 
 class Sequence:
@@ -163,6 +157,11 @@ class Sequence:
         self.layout, self.plans = cp.plans(masks)
         # Apart from the plans, which differ from batch to batch: code that is compiled once sees these alone.
         self._shares = {name: share_of(plan, cp.group, cp.kernel, name, cp.agreed) for name, plan in self.plans.items()}
+
+    @property
+    def staged(self) -> bool:
+        """Whether attention takes a layer's input and works on a few heads at a time: route "upipe"."""
+        return any(plan.staged for plan in self.plans.values())
 
     @property
     def digest(self) -> bytes:
@@ -182,7 +181,7 @@ class Sequence:
         alibi: Tensor | None = None,
     ) -> Tensor:
         """`longspan.attention` by the plan of the mask of that name, which may be left out if there is only one."""
-        return attend(q, k, v, self.cp.route, self._shares[self._named(mask)], scale, sink, softcap, alibi)
+        return attend(q, k, v, self._shares[self._named(mask)], scale, sink, softcap, alibi)
 
     def projected_attention(
         self,

@@ -6,7 +6,7 @@
 Queries, keys and values of all heads never exist together: forward keeps only x, and backward makes each stage anew. A stage
 takes its heads' rows of the weights, in the model's own order, so that no weight depends on how the heads are staged.
 
-    B batch, T slots of this rank, E width of x, H query heads, K KV heads, D head dim
+    B batch, T slots of this rank, E hidden size, H query heads, K KV heads, D head dim
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +29,9 @@ from longspan.cp.engine.merge import accumulation_dtype
 from longspan.cp.engine.modes import autocast_like_sdpa, refuse_transforms
 from longspan.cp.engine.operators import ShareRef
 from longspan.errors import LongspanError, SpecError
-from longspan.kernels.choice import Kernel, choose_kernel
-from longspan.plan import STAGED, HeadStage, Plan, check_heads, head_stages
+from longspan.kernels.choice import Kernel
+from longspan.names import ROUTES
+from longspan.plan import HeadStage, Plan, check_heads, head_stages
 
 Tensor = torch.Tensor
 Transform = Callable[[Tensor], Tensor]
@@ -75,12 +76,13 @@ def projected_attention(
     Differentiable in x, all weights and `used`; backward makes each stage anew, so attention is computed twice. Collective,
     as `attention` is.
     """
-    if plan.route != STAGED:
-        raise SpecError(f"a plan of route {plan.route!r} was given", hint=f'make it with route="{STAGED}"')
+    if not plan.staged:
+        staged = next(name for name, route in ROUTES.items() if route.staged)
+        raise SpecError(f"a plan of route {plan.route!r} was given", hint=f'make it with route="{staged}"')
     refuse_transforms(x)
     if autocast_like_sdpa(x)[0] is not x:
         raise SpecError(
-            f"route {STAGED!r} under autocast: it runs its projections itself, in the types of x and the weights",
+            f"route {plan.route!r} under autocast: it runs its projections itself, in the types of x and the weights",
             hint="turn autocast off for this layer and give x and the weights in the type to compute in",
         )
     ref = share_of(plan, group, kernel)
@@ -93,24 +95,25 @@ def projected_attention(
 class UpipeAttention(nn.Module):
     """An attention layer that never holds q, k, v of all heads (route "upipe"); parameters as in Hugging Face's Llama.
 
-    E width, H query heads, K KV heads, D head dim (E / H if not given)
+    E hidden size, H query heads, K KV heads, D head dim (E / H if not given)
     """
 
     def __init__(
-        self, width: int, num_heads: int, num_kv_heads: int, heads_per_stage: int, head_dim: int | None = None
+        self, hidden_size: int, num_heads: int, num_kv_heads: int, heads_per_stage: int, head_dim: int | None = None
     ) -> None:
         super().__init__()
         check_heads(num_heads, num_kv_heads)
-        if head_dim is None and width % num_heads:
+        if head_dim is None and hidden_size % num_heads:
             raise SpecError(
-                f"width {width} is not a multiple of {num_heads} heads", hint="change either, or give head_dim"
+                f"hidden_size {hidden_size} is not a multiple of {num_heads} heads",
+                hint="change either, or give head_dim",
             )
-        self.head_dim = width // num_heads if head_dim is None else head_dim
+        self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.heads_per_stage = heads_per_stage
-        self.q_proj = nn.Linear(width, num_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(width, num_kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(width, num_kv_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * self.head_dim, width, bias=False)
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
 
     def forward(self, x: Tensor, plan: Plan, group: Group = None, rotate: Transform = lambda x: x) -> Tensor:
         """`x (B, T, E)` -> `(B, T, E)`; `rotate` gives some heads `(B, heads, T, D)` of q or k their positions."""
@@ -247,7 +250,7 @@ class _Layer:
             return exchange, local_q, q, kv
         (local_k, made_k), (local_v, made_v) = self._project("k", stage.kv), self._project("v", stage.kv)
         again = stage is not self.stages[0]
-        q, k, v = exchange.gather(made_q, made_k, made_v, self.share.wire_dtype, again)
+        q, k, v = exchange.gather(made_q, made_k, made_v, self.share.comm_dtype, again)
         return exchange, local_q, q, _KV((local_k, local_v), exchange, (k, v))
 
     def _project(self, name: str, heads: tuple[int, ...]) -> tuple[_Heads, Tensor]:
@@ -297,7 +300,7 @@ class _Layer:
             self._project_back(local, gradient)
 
     def _kernel(self, exchange: HeadExchange, q: Tensor, kv: _KV) -> Kernel:
-        kernel = choose_kernel(self.share.kernel, q, *kv.rows, regular=self.share.regular)
+        kernel = self.share.kernel_for(q, *kv.rows)
         exchange.meter.kernel = kernel.name
         return GroupedKernel.of(kernel, exchange.share)
 
@@ -378,7 +381,7 @@ def _check_shapes(share: Share, x: Tensor, maps: Projections) -> None:
     if x.ndim != 3 or x.shape[1] != share.work.slots:
         raise SpecError(
             f"x {tuple(x.shape)}: rank {share.work.rank} of the plan holds {share.work.slots} of {share.seq_len} tokens",
-            hint="give (batch, slots, width), sharded by the plan's layout",
+            hint="give (batch, slots, hidden_size), sharded by the plan's layout",
         )
     (num_q, num_kv), D, E = share.heads, maps.head_dim, x.shape[2]
     right = {"q": (num_q * D, E), "k": (num_kv * D, E), "v": (num_kv * D, E), "o": (maps.o.shape[0], num_q * D)}

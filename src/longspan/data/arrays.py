@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.errors import DataError
+from longspan.names import IGNORED
 
-IGNORE = -100
 IntArray = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 _SHAPES = {1: "(S,)", 2: "(B, S)"}
@@ -33,16 +33,16 @@ def targets(
     if loss_mask is not None:
         raise DataError(f"labels and loss_mask{of} are both given", hint="either says what is a target: give one")
     given = of_shape(integers(labels, f"labels{of}", (ids.ndim,)), ids.shape, f"labels{of}")
-    wrong = (given != IGNORE) & (given != ids)
+    wrong = (given != IGNORED) & (given != ids)
     if within is not None:
         wrong &= within
     if wrong.any():
         at = first(wrong)
         raise DataError(
             f"label {given[at]} at {place(at)}{of}, whose id is {ids[at]}: a label is the id at its own place",
-            hint=f"give labels that are not shifted, {IGNORE} where ignored: a batch shifts them, once",
+            hint=f"give labels that are not shifted, {IGNORED} where ignored: a batch shifts them, once",
         )
-    return given != IGNORE
+    return given != IGNORED
 
 
 def integers(values: npt.ArrayLike, name: str, ndims: tuple[int, ...] = (1,)) -> IntArray:

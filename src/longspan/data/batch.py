@@ -20,7 +20,6 @@ import numpy as np
 import numpy.typing as npt
 
 from longspan.data.arrays import (
-    IGNORE,
     Flags,
     IntArray,
     check_runs,
@@ -36,6 +35,7 @@ from longspan.data.arrays import (
     targets,
 )
 from longspan.errors import DataError
+from longspan.names import IGNORED
 
 if TYPE_CHECKING:
     import torch
@@ -252,7 +252,7 @@ class Batch:
     @property
     def num_targets(self) -> int:
         """Labels that are not -100: what this batch adds to the denominator of the loss."""
-        return int(np.count_nonzero(self.labels != IGNORE))
+        return int(np.count_nonzero(self.labels != IGNORED))
 
     def digest(self) -> bytes:
         """sha256 (32 bytes) of all contents but `numbers`; equal on every rank that read the same batch."""
@@ -286,12 +286,12 @@ def shift_labels(
             f"lengths {short(sizes)} sum to {sizes.sum()}, but there are {row.size} ids",
             hint="give the lengths of the documents of this row, all of them",
         )
-    labels = np.full(row.size, IGNORE, np.int64)
+    labels = np.full(row.size, IGNORED, np.int64)
     labels[:-1] = row[1:]
-    labels[np.cumsum(sizes)[sizes > 0] - 1] = IGNORE
+    labels[np.cumsum(sizes)[sizes > 0] - 1] = IGNORED
     if loss_mask is not None:
         mask = flags(loss_mask, row.shape, "loss_mask")
-        labels[:-1][~mask[1:]] = IGNORE
+        labels[:-1][~mask[1:]] = IGNORED
     return labels
 
 
@@ -370,10 +370,10 @@ def _checked_parents(parents: Sequence[int], count: int) -> IntArray:
 
 
 def _check_labels(labels: IntArray, expected: IntArray) -> None:
-    wrong = (labels != IGNORE) & (labels != expected)
+    wrong = (labels != IGNORED) & (labels != expected)
     if wrong.any():
         i = int(wrong.argmax())
-        right = "the last of its document" if expected[i] == IGNORE else f"followed by {expected[i]}"
+        right = "the last of its document" if expected[i] == IGNORED else f"followed by {expected[i]}"
         raise DataError(
             f"label {labels[i]} at token {i}, which is {right}: labels of a batch are shifted, once",
             hint="use Batch.from_documents(documents, loss_masks), which shifts",

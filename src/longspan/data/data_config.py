@@ -31,10 +31,10 @@ class DataConfig(BaseModel):
     """What to do with a file, line or row that cannot be read."""
     tokenizer: str = "bytes"
     """"bytes", or the path of a tokenizer.json or of the folder that holds one."""
-    row_tokens: Annotated[int, Field(ge=1)]
+    seq_len: Annotated[int, Field(ge=1)]
     """Tokens of a row: the global sequence length S of a micro-batch of one row."""
     packing: Literal["stream", "fit"] = "stream"
-    """"stream": documents end to end, cut where a row ends. "fit": whole documents in rows of up to `row_tokens`."""
+    """"stream": documents end to end, cut where a row ends. "fit": whole documents in rows of up to `seq_len`."""
     fit: FitConfig | None = None
     """Options of packing "fit"; None: their defaults."""
     manifest: Path | None = None
@@ -64,5 +64,5 @@ class DataConfig(BaseModel):
                 f'{options or "fit"} means nothing to packing "stream"', hint='leave it out, or set packing="fit"'
             )
         if self.fit is not None:
-            self.fit.check(self.row_tokens)
+            self.fit.check(self.seq_len)
         return self

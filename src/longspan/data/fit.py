@@ -1,7 +1,7 @@
 """Whole documents fitted into rows, from their lengths alone: what `packing.Rows` says of rows that are cut at their edges.
 Deterministic, and the same at every dp and cp degree.
 
-    row_tokens=10        stream   aaaa bbbbbb | bb ccccccc d | dd eeeeee
+    seq_len=10        stream   aaaa bbbbbb | bb ccccccc d | dd eeeeee
     documents 4 8 7 3 6  fit      aaaa eeeeee | bbbbbbbb     | ccccccc ddd
 """
 
@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from longspan.data.packing import IntArray, Piece, PieceRows, check_row_tokens
+from longspan.data.packing import IntArray, Piece, PieceRows, check_seq_len
 from longspan.errors import DataError, SpecError
 
 _SLACK = 500  # a row is full if less than 1/500 is left: fuller ones use up the short documents that later rows need
@@ -46,11 +46,11 @@ class FitConfig(BaseModel):
             raise SpecError(f"buckets {list(buckets)} do not ascend", hint="give lengths such as [1024, 8192]")
         return buckets
 
-    def check(self, row_tokens: int) -> None:
+    def check(self, seq_len: int) -> None:
         """Raises SpecError: a bucket that no document can be in."""
-        if self.buckets and self.buckets[-1] >= row_tokens:
+        if self.buckets and self.buckets[-1] >= seq_len:
             raise SpecError(
-                f"bucket {self.buckets[-1]} is not below row_tokens {row_tokens}: no document would be above it",
+                f"bucket {self.buckets[-1]} is not below seq_len {seq_len}: no document would be above it",
                 hint="leave it out: the last bucket holds all that is longer than the bucket before",
             )
 
@@ -88,14 +88,14 @@ class FittedRows(PieceRows):
 
 def fit_rows(
     lengths: IntArray,
-    row_tokens: int,
+    seq_len: int,
     config: FitConfig | None = None,
     *,
     rows_per_step: int = 1,
     first_row: int = 0,
     name_of: Callable[[int], object] = str,
 ) -> FittedRows:
-    """Rows of at most `row_tokens` tokens that hold documents of these `lengths`, int64 (N,), each whole and once.
+    """Rows of at most `seq_len` tokens that hold documents of these `lengths`, int64 (N,), each whole and once.
 
     A buffer holds the documents that come next. A row takes the oldest first until a quarter of it is left, then the best
     fit: those, the longest first, that fill the rest to 99.8% or as far as they can. If they cannot, the row gives back all
@@ -111,23 +111,23 @@ def fit_rows(
 
     Errors call document `i` `name_of(i)`.
 
-    Raises SpecError: `row_tokens` or `rows_per_step` below 1, a bucket of `row_tokens` or more. DataError: a document
+    Raises SpecError: `seq_len` or `rows_per_step` below 1, a bucket of `seq_len` or more. DataError: a document
     longer than a row, if they are refused.
     """
     config = config or FitConfig()
-    check_row_tokens(row_tokens)
-    config.check(row_tokens)
+    check_seq_len(seq_len)
+    config.check(seq_len)
     if rows_per_step < 1:
         raise SpecError(f"rows_per_step {rows_per_step} is below 1")
     if config.long_documents == "refuse":
-        _check_none_longer(lengths, row_tokens, name_of)
-    pieces = _cut(lengths, row_tokens)
+        _check_none_longer(lengths, seq_len, name_of)
+    pieces = _cut(lengths, seq_len)
     sizes = pieces[:, 2] - pieces[:, 1]
     bucket = np.searchsorted(np.array(config.buckets, np.int64), sizes)
     rows = []
     for number in range(len(config.buckets) + 1):
         (members,) = np.nonzero(bucket == number)
-        rows += [members[row] for row in _fit_rows(sizes[members].tolist(), row_tokens, config.buffer)]
+        rows += [members[row] for row in _fit_rows(sizes[members].tolist(), seq_len, config.buffer)]
     rows.sort(key=lambda row: row[0])
     fitted = _rows_of(pieces, rows)
     if config.balance == "none" or rows_per_step == 1:
@@ -135,23 +135,23 @@ def fit_rows(
     return _rows_of(pieces, [rows[i] for i in _even_steps(fitted.area, rows_per_step, -first_row % rows_per_step)])
 
 
-def _check_none_longer(lengths: IntArray, row_tokens: int, name_of: Callable[[int], object]) -> None:
-    (longer,) = np.nonzero(lengths > row_tokens)
+def _check_none_longer(lengths: IntArray, seq_len: int, name_of: Callable[[int], object]) -> None:
+    (longer,) = np.nonzero(lengths > seq_len)
     if longer.size:
         first = int(longer[0])
         raise DataError(
-            f"document {name_of(first)} has {lengths[first]} tokens, more than row_tokens {row_tokens}; "
+            f"document {name_of(first)} has {lengths[first]} tokens, more than seq_len {seq_len}; "
             f"{longer.size} of {lengths.size} documents are longer than a row, the longest has {lengths.max()}",
-            hint=f'set long_documents="cut", or row_tokens to {lengths.max()}',
+            hint=f'set long_documents="cut", or seq_len to {lengths.max()}',
         )
 
 
-def _cut(lengths: IntArray, row_tokens: int) -> IntArray:
-    """Pieces (P, 3) of at most `row_tokens` tokens; a document of 0 tokens has none."""
-    counts = -(-lengths // row_tokens)
+def _cut(lengths: IntArray, seq_len: int) -> IntArray:
+    """Pieces (P, 3) of at most `seq_len` tokens; a document of 0 tokens has none."""
+    counts = -(-lengths // seq_len)
     document = np.repeat(np.arange(lengths.size), counts)
-    start = (np.arange(document.size) - np.repeat(np.cumsum(counts) - counts, counts)) * row_tokens
-    return np.stack([document, start, np.minimum(start + row_tokens, lengths[document])], axis=1)
+    start = (np.arange(document.size) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
+    return np.stack([document, start, np.minimum(start + seq_len, lengths[document])], axis=1)
 
 
 def _rows_of(pieces: IntArray, rows: list[IntArray]) -> FittedRows:
@@ -170,12 +170,12 @@ def _even_steps(area: IntArray, rows_per_step: int, head: int) -> list[int]:
     return order[: area.size] + list(range(max(stop, head), area.size))
 
 
-def _fit_rows(sizes: list[int], row_tokens: int, capacity: int) -> list[list[int]]:
+def _fit_rows(sizes: list[int], seq_len: int, capacity: int) -> list[list[int]]:
     """Pieces of one bucket, each row's ascending, which is oldest first."""
     buffer = _Buffer(sizes, capacity)
     rows = []
     while buffer.by_age:
-        rows.append(sorted(_next_row(buffer, row_tokens)))
+        rows.append(sorted(_next_row(buffer, seq_len)))
     return rows
 
 
@@ -211,9 +211,9 @@ class _Buffer:
         self.is_last = len(self.by_age) < self._capacity
 
 
-def _next_row(buffer: _Buffer, row_tokens: int) -> list[int]:
+def _next_row(buffer: _Buffer, seq_len: int) -> list[int]:
     row: list[int] = []
-    room = row_tokens
+    room = seq_len
     # Short documents: a buffer that holds less than twice the room that is left gives too little to choose from.
     while not buffer.is_last and buffer.fitting_tokens(room) < 2 * room:
         oldest = next((piece for piece, size in buffer.by_age.items() if size <= room), None)
@@ -222,19 +222,19 @@ def _next_row(buffer: _Buffer, row_tokens: int) -> list[int]:
         row.append(oldest)
         room -= buffer.by_age[oldest]
         buffer.take([oldest])
-    chosen = _choose(buffer, room, row_tokens, 0 if row else 1)
+    chosen = _choose(buffer, room, seq_len, 0 if row else 1)
     buffer.take(chosen)
     return row + chosen
 
 
-def _choose(buffer: _Buffer, room: int, row_tokens: int, at_least: int) -> list[int]:
+def _choose(buffer: _Buffer, room: int, seq_len: int, at_least: int) -> list[int]:
     """The oldest pieces until a quarter of the row is left, then the best fit; fewer of the oldest if that fills it better."""
-    slack = row_tokens // _SLACK
-    oldest = _oldest(buffer, room, row_tokens // 4)
+    slack = seq_len // _SLACK
+    oldest = _oldest(buffer, room, seq_len // 4)
     least_left, best = room + 1, []
     for count in range(len(oldest), at_least - 1, -1):
         left = room - sum(buffer.by_age[piece] for piece in oldest[:count])
-        rest = _best_fit(buffer, set(oldest[:count]), left, slack, -(-row_tokens // _UNITS)) if left > slack else []
+        rest = _best_fit(buffer, set(oldest[:count]), left, slack, -(-seq_len // _UNITS)) if left > slack else []
         left -= sum(buffer.by_age[piece] for piece in rest)
         if left < least_left:
             least_left, best = left, oldest[:count] + rest

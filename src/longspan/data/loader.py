@@ -38,11 +38,11 @@ class Loader(Iterator[Batch]):
     """Batches of one data-parallel rank, without end.
 
     Each epoch shuffles the training documents by (seed, epoch) and packs them: without `fit`, end to end, cut into rows of
-    `row_tokens` tokens (the epoch's last may be shorter), as `packing.Rows`; else whole, as `fit_rows`. The rows of all
+    `seq_len` tokens (the epoch's last may be shorter), as `packing.Rows`; else whole, as `fit_rows`. The rows of all
     epochs form one global stream, which does not know the dp degree; a batch of every rank together takes the next
-    `dp_size * rows_per_batch` rows, dealt in turn:
+    `dp_size * micro_batch_size` rows, dealt in turn:
 
-        dp_size=2, rows_per_batch=2      stream   0 1 2 3 | 4 5 6 7 | ...
+        dp_size=2, micro_batch_size=2      stream   0 1 2 3 | 4 5 6 7 | ...
                                          rank 0   0   2     4   6
                                          rank 1     1   3     5   7
 
@@ -55,7 +55,7 @@ class Loader(Iterator[Batch]):
     With a `manifest`, its rows are those of every epoch, in its order: nothing is shuffled or packed anew. What packed them
     is compared with what is given here.
 
-    Raises SpecError: `row_tokens`, `rows_per_batch` or `dp_size` below 1, a `dp_rank` not below `dp_size`, a
+    Raises SpecError: `seq_len`, `micro_batch_size` or `dp_size` below 1, a `dp_rank` not below `dp_size`, a
     negative seed, a step that is not a number of batches, and what `fit_rows` raises. DataError: no token to train on, a
     document longer than a row, if `fit` refuses them; a manifest of another corpus, tokenizer, split, seed, row length or
     packing.
@@ -65,8 +65,8 @@ class Loader(Iterator[Batch]):
         self,
         store: TokenStore,
         *,
-        row_tokens: int,
-        rows_per_batch: int = 1,
+        seq_len: int,
+        micro_batch_size: int = 1,
         dp_rank: int,
         dp_size: int,
         seed: int,
@@ -76,19 +76,19 @@ class Loader(Iterator[Batch]):
         manifest: Manifest | None = None,
     ) -> None:
         _check_rank(dp_rank, dp_size)
-        if rows_per_batch < 1:
-            raise SpecError(f"rows_per_batch {rows_per_batch} is below 1")
+        if micro_batch_size < 1:
+            raise SpecError(f"micro_batch_size {micro_batch_size} is below 1")
         if seed < 0:
             raise SpecError(f"seed {seed} is negative")
-        rows_per_step = dp_size * rows_per_batch if rows_per_step is None else rows_per_step
-        if rows_per_step < 1 or rows_per_step % (dp_size * rows_per_batch):
+        rows_per_step = dp_size * micro_batch_size if rows_per_step is None else rows_per_step
+        if rows_per_step < 1 or rows_per_step % (dp_size * micro_batch_size):
             raise SpecError(
-                f"rows_per_step {rows_per_step} is not a multiple of dp_size {dp_size} x rows_per_batch {rows_per_batch}",
-                hint="it is dp_size x rows_per_batch x accumulated batches",
+                f"rows_per_step {rows_per_step} is not a multiple of dp_size {dp_size} x micro_batch_size {micro_batch_size}",
+                hint="it is dp_size x micro_batch_size x accumulated batches",
             )
         self._store = store
-        self._row_tokens = row_tokens
-        self._rows_per_batch = rows_per_batch
+        self._seq_len = seq_len
+        self._micro_batch_size = micro_batch_size
         self._dp_rank = dp_rank
         self._dp_size = dp_size
         self._seed = seed
@@ -107,7 +107,7 @@ class Loader(Iterator[Batch]):
     def rows_per_epoch(self) -> int:
         """Rows of the epoch the next batch begins in, of all ranks together.
 
-        Without `fit`, ceil(training tokens / row_tokens) in every epoch; with it and shuffled, epochs may differ by a few.
+        Without `fit`, ceil(training tokens / seq_len) in every epoch; with it and shuffled, epochs may differ by a few.
         """
         return len(self._epoch_of(self._row).rows)
 
@@ -116,19 +116,21 @@ class Loader(Iterator[Batch]):
         """The epoch the next batch begins in, from 0."""
         return self._epoch_of(self._row).number
 
-    def steps_per_epoch(self, dp_size: int, accumulation: int = 1) -> int:
+    def steps_per_epoch(self, dp_size: int, gradient_accumulation_steps: int = 1) -> int:
         """Optimizer steps that read every row of an epoch, if each of `dp_size` ranks accumulates that many batches."""
-        if dp_size < 1 or accumulation < 1:
-            raise SpecError(f"dp_size {dp_size} and accumulation {accumulation} must be 1 or more")
-        return -(-self.rows_per_epoch // (dp_size * self._rows_per_batch * accumulation))
+        if dp_size < 1 or gradient_accumulation_steps < 1:
+            raise SpecError(
+                f"dp_size {dp_size} and gradient_accumulation_steps {gradient_accumulation_steps} must be 1 or more"
+            )
+        return -(-self.rows_per_epoch // (dp_size * self._micro_batch_size * gradient_accumulation_steps))
 
     def __next__(self) -> Batch:
         first = self._row + self._dp_rank
-        rows = range(first, first + self._dp_size * self._rows_per_batch, self._dp_size)
+        rows = range(first, first + self._dp_size * self._micro_batch_size, self._dp_size)
         documents = [self._row_documents(row) for row in rows]
-        self._row += self._dp_size * self._rows_per_batch
+        self._row += self._dp_size * self._micro_batch_size
         numbers = [
-            row * self._row_tokens + np.arange(sum(map(len, parts)), dtype=np.int64)
+            row * self._seq_len + np.arange(sum(map(len, parts)), dtype=np.int64)
             for row, parts in zip(rows, documents, strict=True)
         ]
         return replace(Batch.from_documents(list(chain(*documents))), numbers=np.concatenate(numbers))
@@ -141,8 +143,8 @@ class Loader(Iterator[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the batches of the saved loader, at any dp degree and rows per batch, without reading them.
 
-        With `fit.balance="area"`, accumulation has to make up for another dp degree: the rows of a step are part of the
-        stream. Rows of a manifest stay as they are.
+        With `fit.balance="area"`, gradient_accumulation_steps has to make up for another dp degree: the rows of a step are part
+        of the stream. Rows of a manifest stay as they are.
 
         Raises DataError: a state of another corpus, tokenizer, split, seed, row length, packing or manifest, which names the
         values.
@@ -154,7 +156,8 @@ class Loader(Iterator[Batch]):
         if differing := _differing(state, here, "state"):
             hint = "set the values of the run that saved it, or start without its state"
             if state["rows_per_step"] and here["rows_per_step"] != state["rows_per_step"]:
-                hint = f"set accumulation so that rows_per_batch x dp x accumulation is {state['rows_per_step']}; or {hint}"
+                rows = state["rows_per_step"]
+                hint = f"keep micro_batch_size x dp x gradient_accumulation_steps at {rows}; or {hint}"
             raise DataError(f"loader state is of another stream: {differing}", hint=hint)
         row, number, start = (_count(state, name) for name in ("row", "epoch", "epoch_start"))
         epoch = self._make_epoch(number, start)
@@ -175,7 +178,7 @@ class Loader(Iterator[Batch]):
             "split_seed": self._store.seed,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "row_tokens": self._row_tokens,
+            "seq_len": self._seq_len,
             "packing": "stream" if self._fit is None else "fit",
             **dict.fromkeys(FitConfig.model_fields),
             **({} if self._fit is None else self._fit.model_dump(mode="json")),
@@ -210,13 +213,13 @@ class Loader(Iterator[Batch]):
             # not a Generator's, and a run must resume under a newer NumPy.
             bits = np.random.PCG64([self._seed, number]).random_raw(order.size)
             order = order[np.argsort(bits, kind="stable")]
-        rows = _rows(self._store, order, self._row_tokens, self._fit, self._rows_per_step, start)
+        rows = _rows(self._store, order, self._seq_len, self._fit, self._rows_per_step, start)
         return _Epoch(number, start, order, rows)
 
 
 def eval_batches(
     store: TokenStore,
-    row_tokens: int,
+    seq_len: int,
     dp_rank: int,
     dp_size: int,
     max_rows: int | None = None,
@@ -235,7 +238,7 @@ def eval_batches(
         raise SpecError(f"max_rows {max_rows} is below 1", hint="None reads every held-out row")
     if store.heldout.size == 0:
         raise DataError("no document is held out", hint="set heldout_fraction above 0")
-    rows = _rows(store, store.heldout, row_tokens, fit)
+    rows = _rows(store, store.heldout, seq_len, fit)
     count = len(rows) if max_rows is None else min(len(rows), max_rows)
     return (
         Batch.from_documents(_documents(store, _in_store(store.heldout, rows[row]))) if row < count else None
@@ -246,20 +249,20 @@ def eval_batches(
 def _rows(
     store: TokenStore,
     order: IntArray,
-    row_tokens: int,
+    seq_len: int,
     config: FitConfig | None,
     rows_per_step: int = 1,
     first_row: int = 0,
 ) -> Sequence[list[Piece]]:
     lengths = store.lengths[order]
     if config is None:
-        return Rows(lengths, row_tokens)
+        return Rows(lengths, seq_len)
 
     def name_of(place: int) -> str:
         number = int(order[place])
         return f"{number} ({source})" if (source := store.sources[number]) else str(number)
 
-    return fit_rows(lengths, row_tokens, config, rows_per_step=rows_per_step, first_row=first_row, name_of=name_of)
+    return fit_rows(lengths, seq_len, config, rows_per_step=rows_per_step, first_row=first_row, name_of=name_of)
 
 
 def _in_store(order: IntArray, pieces: list[Piece]) -> list[Piece]:
@@ -285,7 +288,7 @@ def _check_manifest(manifest: Manifest, here: dict[str, Any], store: TokenStore)
             f"{manifest.path} holds rows of another stream: {differing}",
             hint="set data as it was when they were packed, or pack again: longspan pack",
         )
-    manifest.check(store.lengths, store.train, here["row_tokens"])
+    manifest.check(store.lengths, store.train, here["seq_len"])
 
 
 def _differing(there: dict[str, Any], here: dict[str, Any], where: str) -> str:

@@ -23,6 +23,7 @@ from longspan.data.fit import FittedRows
 from longspan.data.packing import IntArray, Piece
 from longspan.data.store import TokenStore
 from longspan.errors import DataError
+from longspan.names import with_current_names
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,7 +40,7 @@ _COLUMNS = {
     ),
     "lengths": ("int64s", "tokens of each of the documents"),
     "tokens": ("int64", "tokens of the row"),
-    "padding": ("int64", "tokens that the row has room for and does not hold: row_tokens - tokens"),
+    "padding": ("int64", "tokens that the row has room for and does not hold: seq_len - tokens"),
     "pairs": ("int64", "visible (query, key) pairs of all layers, forward"),
     "rank_tokens": ("int64s", "tokens that each rank of the CP group holds"),
     "rank_pairs": ("float64s", "pairs that each rank computes, of all layers, forward, times its share of the heads"),
@@ -62,8 +63,9 @@ class Counted:
     layout: str
     route: str
     inner: int | None
-    wire_dtype: str | None
-    slots_multiple_of: int | None
+    ranks_per_node: int | None
+    comm_dtype: str | None
+    pad_to_multiple_of: int | None
     masks: dict[str, int]
     heads: tuple[int, int] | None
     head_dim: int
@@ -107,11 +109,11 @@ class Manifest:
             digest.update(values.astype("<i8").tobytes())
         return digest.hexdigest()
 
-    def check(self, lengths: IntArray, train: IntArray, row_tokens: int) -> None:
+    def check(self, lengths: IntArray, train: IntArray, seq_len: int) -> None:
         """Raises DataError: a row of more tokens, of a document that does not train or of tokens that it has not."""
-        (longer,) = np.nonzero(self.rows.tokens > row_tokens)
+        (longer,) = np.nonzero(self.rows.tokens > seq_len)
         if longer.size:
-            raise self._wrong(longer[0], f"has {self.rows.tokens[longer[0]]} tokens, more than row_tokens {row_tokens}")
+            raise self._wrong(longer[0], f"has {self.rows.tokens[longer[0]]} tokens, more than seq_len {seq_len}")
         document, start, stop = self.rows.pieces.T
         (strange,) = np.nonzero(~np.isin(document, train))
         if strange.size:
@@ -143,7 +145,7 @@ def write_manifest(
     scratch = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         with pq.ParquetWriter(scratch, schema) as writer:
-            for group in _groups(packs, store.sources, stream["row_tokens"]):
+            for group in _groups(packs, store.sources, stream["seq_len"]):
                 writer.write_table(_table(group, schema))
         scratch.replace(path)
     except OSError as error:
@@ -172,7 +174,7 @@ def read_table(path: Path, columns: Sequence[str]) -> tuple["pa.Table", dict[str
 
     try:
         with path.open("rb") as source, pq.ParquetFile(source) as file:
-            about = json.loads((file.schema_arrow.metadata or {}).get(_KEY, b"{}"))
+            about = with_current_names(json.loads((file.schema_arrow.metadata or {}).get(_KEY, b"{}")))
             if about.get("format") != _FORMAT or not set(columns) <= set(file.schema_arrow.names):
                 raise DataError(f"{path} is not a manifest of this version", hint="longspan pack writes one")
             table = file.read(list(columns))
@@ -216,13 +218,13 @@ def _schema(about: dict[str, Any]) -> "pa.Schema":
     return pa.schema(fields, metadata={_KEY: json.dumps(about)})
 
 
-def _groups(packs: Iterable[Pack], sources: Sequence[str], row_tokens: int) -> Iterator[list[dict[str, Any]]]:
-    values = (_values(row, pack, sources, row_tokens) for row, pack in enumerate(packs))
+def _groups(packs: Iterable[Pack], sources: Sequence[str], seq_len: int) -> Iterator[list[dict[str, Any]]]:
+    values = (_values(row, pack, sources, seq_len) for row, pack in enumerate(packs))
     while group := list(islice(values, _GROUP)):
         yield group
 
 
-def _values(row: int, pack: Pack, sources: Sequence[str], row_tokens: int) -> dict[str, Any]:
+def _values(row: int, pack: Pack, sources: Sequence[str], seq_len: int) -> dict[str, Any]:
     lengths = [piece.stop - piece.start for piece in pack.pieces]
     documents = [
         # A file's name may be bytes that are no text.
@@ -232,7 +234,7 @@ def _values(row: int, pack: Pack, sources: Sequence[str], row_tokens: int) -> di
     tokens = sum(lengths)
     return {
         "row": row, "epoch": pack.epoch, "documents": documents, "lengths": lengths, "tokens": tokens,
-        "padding": row_tokens - tokens, **asdict(pack.counts),
+        "padding": seq_len - tokens, **asdict(pack.counts),
     }  # fmt: skip
 
 

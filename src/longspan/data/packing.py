@@ -1,4 +1,4 @@
-"""Rows of exactly `row_tokens` tokens out of documents, in order, with nothing lost and nothing padded.
+"""Rows of exactly `seq_len` tokens out of documents, in order, with nothing lost and nothing padded.
 `pack` does it to a stream; `Rows` says from the lengths alone which tokens a row holds, so that any row is one look-up.
 """
 
@@ -23,18 +23,18 @@ def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[In
     return (np.append(tokenizer.encode(document.text), tokenizer.eos_id) for document in documents)
 
 
-def pack(token_docs: Iterable[IntArray], row_tokens: int) -> Iterator[list[IntArray]]:
-    """Rows, each a list of documents of `row_tokens` tokens together; the last row may be shorter and is kept.
+def pack(token_docs: Iterable[IntArray], seq_len: int) -> Iterator[list[IntArray]]:
+    """Rows, each a list of documents of `seq_len` tokens together; the last row may be shorter and is kept.
 
-        row_tokens=4    aaa bbbbbb c   ->   aaa b | bbbb | b c
+        seq_len=4    aaa bbbbbb c   ->   aaa b | bbbb | b c
 
     A document that does not fit continues in the next row as a document of its own: it does not see its beginning,
     its positions restart, and its first token there is no target. Empty documents vanish.
 
-    Raises SpecError: `row_tokens` below 1.
+    Raises SpecError: `seq_len` below 1.
     """
-    check_row_tokens(row_tokens)
-    return _pack(token_docs, row_tokens)
+    check_seq_len(seq_len)
+    return _pack(token_docs, seq_len)
 
 
 class Piece(NamedTuple):
@@ -66,23 +66,23 @@ class PieceRows(Sequence[list[Piece]], ABC):
 class Rows(PieceRows):
     """The rows `pack` makes of documents of these `lengths`, int64 (N,), without their tokens.
 
-    `len(rows)` is ceil(total tokens / row_tokens); `rows[i]` is the pieces of row `i`, O(log N + pieces).
+    `len(rows)` is ceil(total tokens / seq_len); `rows[i]` is the pieces of row `i`, O(log N + pieces).
 
-    Raises SpecError: `row_tokens` below 1.
+    Raises SpecError: `seq_len` below 1.
     """
 
     lengths: IntArray
-    row_tokens: int
+    seq_len: int
 
     def __post_init__(self) -> None:
-        check_row_tokens(self.row_tokens)
+        check_seq_len(self.seq_len)
 
     def __len__(self) -> int:
-        return -(-self._total // self.row_tokens)
+        return -(-self._total // self.seq_len)
 
     def _pieces(self, row: int) -> list[Piece]:
-        start = row * self.row_tokens
-        stop = min(start + self.row_tokens, self._total)
+        start = row * self.seq_len
+        stop = min(start + self.seq_len, self._total)
         first = int(np.searchsorted(self._stops, start, side="right"))
         last = int(np.searchsorted(self._stops, stop, side="left"))
         pieces = []
@@ -102,9 +102,9 @@ class Rows(PieceRows):
         return int(self._stops[-1]) if self._stops.size else 0
 
 
-def _pack(token_docs: Iterable[IntArray], row_tokens: int) -> Iterator[list[IntArray]]:
+def _pack(token_docs: Iterable[IntArray], seq_len: int) -> Iterator[list[IntArray]]:
     row: list[IntArray] = []
-    room = row_tokens
+    room = seq_len
     for tokens in token_docs:
         while tokens.size:
             piece, tokens = tokens[:room], tokens[room:]
@@ -112,11 +112,11 @@ def _pack(token_docs: Iterable[IntArray], row_tokens: int) -> Iterator[list[IntA
             room -= piece.size
             if room == 0:
                 yield row
-                row, room = [], row_tokens
+                row, room = [], seq_len
     if row:
         yield row
 
 
-def check_row_tokens(row_tokens: int) -> None:
-    if row_tokens < 1:
-        raise SpecError(f"row_tokens {row_tokens} is below 1", hint="set the tokens of one row, such as 4096")
+def check_seq_len(seq_len: int) -> None:
+    if seq_len < 1:
+        raise SpecError(f"seq_len {seq_len} is below 1", hint="set the tokens of one row, such as 4096")

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
+from longspan import names
 from longspan.errors import SpecError
 from longspan.kernels.capability import BLACKWELL, HOPPER, capability
 from longspan.kernels.cudnn import CudnnKernel
@@ -21,6 +22,7 @@ from longspan.kernels.flex import FlexKernel
 from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.kernels.sdpa import SdpaKernel
+from longspan.names import AUTO, check_name
 from longspan.plan import Shape, Tile
 from longspan.plan import bands as algebra
 
@@ -113,13 +115,11 @@ def _runs(kernel: Kernel, pieces: Sequence[Tile], q: Tensor) -> Iterator[list[Ti
         yield run
 
 
-KERNELS: dict[str, Kernel] = {
-    kernel.name: kernel
-    for kernel in (
-        FlashAttention3Kernel(), CudnnKernel(), SdpaKernel(), FlashAttention2Kernel(), EfficientKernel(), FlexKernel(),
-        ReferenceKernel(),
-    )
-}  # fmt: skip
+_MADE: tuple[Kernel, ...] = (
+    FlashAttention3Kernel(), CudnnKernel(), SdpaKernel(), FlashAttention2Kernel(), EfficientKernel(), FlexKernel(),
+    ReferenceKernel(),
+)  # fmt: skip
+KERNELS: dict[str, Kernel] = dict(zip(names.KERNELS, _MADE, strict=True))
 """In the order in which "auto" tries them: the fastest first."""
 
 _CUDNN = 91501
@@ -128,9 +128,7 @@ _CUDNN = 91501
 
 def check_kernel_name(name: str) -> str:
     """`name` if it is "auto" or a kernel's, else an error."""
-    if name != "auto" and name not in KERNELS:
-        raise SpecError(f"kernel {name!r} is not known", hint=f"choose one of auto, {', '.join(KERNELS)}")
-    return name
+    return check_name("kernel", name, (AUTO, *KERNELS))
 
 
 def choose_kernel(
@@ -138,23 +136,12 @@ def choose_kernel(
 ) -> Kernel:
     """The kernel of that name, or for "auto" the first that can compute these tensors. `regular`: the tiles are those for which
     cuDNN is fast (`masked.are_regular`)."""
-    if name == "auto":
-        changes = None if change is None else (change.softcap is None, change.slopes is None)
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        call = (q.device, q.dtype, k.shape[3], v.shape[3], changes, regular, deterministic)
-        if (found := _chosen.get(call)) is not None and KERNELS[found.name] is found:
-            return found
+    if name == AUTO:
         name, _ = choose_auto(q, k, v, change, regular)
-        if KERNELS[name].refusal(q, k, v, change) is None:
-            _chosen[call] = KERNELS[name]
     kernel = KERNELS[check_kernel_name(name)]
     if (reason := kernel.refusal(q, k, v, change)) is not None:
         raise SpecError(f"kernel {kernel.name!r} cannot compute this: {reason}", hint='use kernel="auto"')
     return kernel
-
-
-_chosen: dict[tuple[object, ...], Kernel] = {}
-"""What "auto" found for each kind of call: what a device is, and which packages there are, stays so while a process lives."""
 
 
 def choose_auto(

@@ -13,7 +13,6 @@ from .huggingface import load_pretrained as load_pretrained
 from .huggingface import load_weights as load_weights
 from .huggingface import read_config as read_config
 from .huggingface import save_pretrained as save_pretrained
-from .loss import IGNORED as IGNORED
 from .loss import VocabShard as VocabShard
 from .loss import count_targets as count_targets
 from .loss import mean_loss_scale as mean_loss_scale

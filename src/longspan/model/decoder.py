@@ -1,7 +1,7 @@
 """A Llama-like decoder: all but attention is local to a token, so a shard of the sequence runs through it unchanged.
 Attention is a callable given to `forward`: the executor of a Plan under context parallelism, plain SDPA without.
 
-Shapes: B batch, T this rank's slots, E width, H query heads, K KV heads, D head dim. Under tensor parallelism hidden states
+Shapes: B batch, T this rank's slots, E hidden size, H query heads, K KV heads, D head dim. Under tensor parallelism hidden states
 between layers are (B, T / tp, E) where the sequence is sharded too, and heads are those of this rank.
 """
 
@@ -93,13 +93,13 @@ class Decoder(nn.Module):
         is_first, is_last = 0 in self.part, config.num_layers - 1 in self.part
         saved_ops = saved_ops if recompute == "block" else ()
         has_embedding = is_first or (is_last and config.tie_embeddings)
-        self.embed_tokens = _Embedding(config.vocab_size, config.width) if has_embedding else None
+        self.embed_tokens = _Embedding(config.vocab_size, config.hidden_size) if has_embedding else None
         self.layers = nn.ModuleList(
             Block(config, layer, recompute, saved_ops, dropout, seed) if layer in self.part else nn.Identity()
             for layer in range(config.num_layers)
         )
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_eps) if is_last else None
-        self.lm_head = _Linear(config.width, config.vocab_size) if is_last and not config.tie_embeddings else None
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if is_last else None
+        self.lm_head = _Linear(config.hidden_size, config.vocab_size) if is_last and not config.tie_embeddings else None
         self.loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = token_loss_sum
         """Of hidden states, labels and the head's weight; what shards the vocabulary puts its own here."""
         self.init_weights()
@@ -200,16 +200,16 @@ class Block(nn.Module):
         super().__init__()
         self.recompute = recompute
         self.saved_ops = saved_ops
-        self.input_layernorm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = SelfAttention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.width, eps=config.norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.mlp: FeedForward | MixtureOfExperts
         if config.experts is None:
-            assert config.ffn_width is not None, "the configuration has one of ffn_width and experts"
-            self.mlp = FeedForward(config.width, config.ffn_width)
+            assert config.intermediate_size is not None, "the configuration has one of intermediate_size and experts"
+            self.mlp = FeedForward(config.hidden_size, config.intermediate_size)
         else:
-            shared = config.experts.shared_ffn_width
-            self.mlp = MixtureOfExperts(config, layer, FeedForward(config.width, shared) if shared else None)
+            shared = config.experts.shared_intermediate_size
+            self.mlp = MixtureOfExperts(config, layer, FeedForward(config.hidden_size, shared) if shared else None)
         self.dropouts = nn.ModuleList(TokenDropout(dropout, seed, 2 * layer + site) for site in range(2))
 
     def forward(
@@ -268,10 +268,10 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.q_proj = _Linear(config.width, config.num_heads * config.head_dim)
-        self.k_proj = _Linear(config.width, config.num_kv_heads * config.head_dim)
-        self.v_proj = _Linear(config.width, config.num_kv_heads * config.head_dim)
-        self.o_proj = _Linear(config.num_heads * config.head_dim, config.width)
+        self.q_proj = _Linear(config.hidden_size, config.num_heads * config.head_dim)
+        self.k_proj = _Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.v_proj = _Linear(config.hidden_size, config.num_kv_heads * config.head_dim)
+        self.o_proj = _Linear(config.num_heads * config.head_dim, config.hidden_size)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = nn.RMSNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
@@ -292,11 +292,11 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU (Shazeer, 2020, arXiv:2002.05202, eq. 6): `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, width: int, ffn_width: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
         super().__init__()
-        self.gate_proj = _Linear(width, ffn_width)
-        self.up_proj = _Linear(width, ffn_width)
-        self.down_proj = _Linear(ffn_width, width)
+        self.gate_proj = _Linear(hidden_size, intermediate_size)
+        self.up_proj = _Linear(hidden_size, intermediate_size)
+        self.down_proj = _Linear(intermediate_size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -1,7 +1,7 @@
 """A mixture of experts in the place of a layer's feed-forward: router, experts over the ranks of a group, balance loss.
 Results and gradients do not depend on which rank holds which tokens, nor on which holds which experts.
 
-Shapes: B batch, T this rank's slots, E width, N this rank's live tokens, X experts, k experts of a token, F width of an
+Shapes: B batch, T this rank's slots, E hidden size, N this rank's live tokens, X experts, k experts of a token, F width of an
 expert, U units, R rows (a row is a token on its way through one of its experts).
 """
 
@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
     and gradients summed over ranks do not depend on how tokens are spread. S gets the gradient `balance * routing.scale`
     in backward, whatever the gradient of the output is; `routing.sums[layer]` keeps this rank's part.
 
-    shared: the shared expert, a module (B, T, E) -> (B, T, E), exactly if `shared_ffn_width` is not 0. Weights are not
+    shared: the shared expert, a module (B, T, E) -> (B, T, E), exactly if `shared_intermediate_size` is not 0. Weights are not
     drawn here: `Decoder.init_weights` draws them.
     """
 
@@ -72,15 +72,15 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         if config.experts is None:
             raise SpecError(f"layer {layer} is to have experts, but the model's config has none", hint="set experts")
-        if (config.experts.shared_ffn_width > 0) != (shared is not None):
+        if (config.experts.shared_intermediate_size > 0) != (shared is not None):
             raise SpecError(
-                f"shared_ffn_width is {config.experts.shared_ffn_width}, and shared is {type(shared).__name__}",
-                hint="give a shared expert of that width, or none for a width of 0",
+                f"shared_intermediate_size is {config.experts.shared_intermediate_size}, and shared is {type(shared).__name__}",
+                hint="give a shared expert of that size, or none for a size of 0",
             )
         self.config = config.experts
         self.layer = layer
-        self.gate = Gate(config.width, config.experts.num_experts)
-        self.experts = Experts(config.width, config.experts.ffn_width, config.experts.num_experts)
+        self.gate = Gate(config.hidden_size, config.experts.num_experts)
+        self.experts = Experts(config.hidden_size, config.experts.intermediate_size, config.experts.num_experts)
         self.shared_expert = shared
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
@@ -138,9 +138,9 @@ class MixtureOfExperts(nn.Module):
 class Gate(nn.Module):
     """The router: probabilities (B, T, X) of tokens (B, T, E), in fp32 (fp64 for fp64)."""
 
-    def __init__(self, width: int, num_experts: int) -> None:
+    def __init__(self, hidden_size: int, num_experts: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, width))
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """A weight that is a DTensor counts as this rank's own, unless a parallel style made `x` one too."""
@@ -165,10 +165,10 @@ class Experts(nn.Module):
 
     group: dist.ProcessGroup | None = None
 
-    def __init__(self, width: int, ffn_width: int, num_experts: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int) -> None:
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * ffn_width, width))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, width, ffn_width))
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """rows (R, E) in the order of their experts, counts (X,) int64 of them for each -> (R, E). Collective over `group`."""
@@ -192,7 +192,7 @@ class Experts(nn.Module):
         return exchange_rows(_take(out, order.argsort(), 1), received, sent, self.group)
 
 
-def one_kernel(rows: Tensor, ffn_width: int) -> bool:
+def one_kernel(rows: Tensor, intermediate_size: int) -> bool:
     """Whether torch's grouped product computes all experts in one kernel, offsets read on the device: bf16 on CUDA, compute
     capability 8.0 or more, rows of 16 bytes' multiples. Elsewhere it loops over experts itself, on the host."""
     return (
@@ -200,7 +200,7 @@ def one_kernel(rows: Tensor, ffn_width: int) -> bool:
         and rows.device.type == "cuda"
         and torch.version.hip is None
         and torch.cuda.get_device_capability(rows.device) >= (8, 0)
-        and rows.shape[1] % 8 == ffn_width % 8 == 0
+        and rows.shape[1] % 8 == intermediate_size % 8 == 0
     )
 
 

@@ -23,12 +23,12 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 _FIELDS = {  # ours: theirs
     "vocab_size": "vocab_size",
-    "width": "hidden_size",
+    "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "head_dim": "head_dim",
-    "ffn_width": "intermediate_size",
+    "intermediate_size": "intermediate_size",
     "norm_eps": "rms_norm_eps",
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",

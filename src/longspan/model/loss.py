@@ -14,8 +14,7 @@ from torch import Tensor
 from longspan.comm.gather import stack
 from longspan.errors import SpecError
 from longspan.model.chunks import loss_chunk
-
-IGNORED = -100
+from longspan.names import IGNORED
 
 
 @dataclass(frozen=True)

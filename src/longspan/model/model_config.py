@@ -6,6 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from longspan.errors import SpecError
+from longspan.names import mask_name
 
 
 class Llama3RopeScaling(BaseModel):
@@ -38,7 +39,8 @@ class ExpertsConfig(BaseModel):
     """The mixture of experts that takes the place of every layer's feed-forward: sizes in elements.
 
     A token goes to the `top_k` of `num_experts` experts that its router finds most probable, each a feed-forward of
-    `ffn_width`, and with `shared_ffn_width` (0: none) to a shared expert of that width as well. `normalise`: the weights
+    `intermediate_size`, and with `shared_intermediate_size` (0: none) to a shared expert of that size as well.
+    `normalise`: the weights
     of a token's experts are divided by their sum; else they are the probabilities themselves. `balance` is the
     coefficient of the auxiliary balance loss (0: none), which is taken `balance_over` each global micro-batch ("batch")
     or each of its documents ("document"); see `longspan.model.MixtureOfExperts`.
@@ -50,8 +52,8 @@ class ExpertsConfig(BaseModel):
 
     num_experts: int = Field(gt=0)
     top_k: int = Field(gt=0)
-    ffn_width: int = Field(gt=0)
-    shared_ffn_width: int = Field(default=0, ge=0)
+    intermediate_size: int = Field(gt=0)
+    shared_intermediate_size: int = Field(default=0, ge=0)
     normalise: bool = True
     balance: float = Field(default=0.0, ge=0.0)
     balance_over: Literal["batch", "document"] = "batch"
@@ -70,17 +72,17 @@ class ExpertsConfig(BaseModel):
             )
         return self
 
-    def num_parameters(self, width: int) -> int:
-        """Elements of one layer's router, experts and shared expert in a model of that width."""
-        widths = self.num_experts * self.ffn_width + self.shared_ffn_width
-        return self.num_experts * width + 3 * width * widths
+    def num_parameters(self, hidden_size: int) -> int:
+        """Elements of one layer's router, experts and shared expert in a model of that hidden size."""
+        widths = self.num_experts * self.intermediate_size + self.shared_intermediate_size
+        return self.num_experts * hidden_size + 3 * hidden_size * widths
 
 
 class ModelConfig(BaseModel):
     """A Llama-like decoder: sizes in elements, `windows` in tokens.
 
-    Exactly one of `ffn_width` and `experts` is given. `head_dim` 0 means `width // num_heads`. `windows` is empty (every
-    layer sees its whole document) or has one entry per layer: `None` ("full" in a file) for full, `w` for a window in
+    Exactly one of `intermediate_size` and `experts` is given. `head_dim` 0 means `hidden_size // num_heads`. `windows` is empty
+    (every layer sees its whole document) or has one entry per layer: `None` ("full" in a file) for full, `w` for a window in
     which query `i` sees keys `i - w + 1` to `i`.
     `rope_scaling` is `None` or a `Llama3RopeScaling`; other kinds are refused.
 
@@ -90,12 +92,12 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     vocab_size: int = Field(gt=0)
-    width: int = Field(gt=0)
+    hidden_size: int = Field(gt=0)
     num_layers: int = Field(gt=0)
     num_heads: int = Field(gt=0)
     num_kv_heads: int = Field(gt=0)
     head_dim: int = Field(default=0, ge=0, validate_default=True)
-    ffn_width: int | None = Field(default=None, gt=0)
+    intermediate_size: int | None = Field(default=None, gt=0)
     experts: ExpertsConfig | None = None
     rope_theta: float = Field(default=10000.0, gt=0.0)
     rope_scaling: Llama3RopeScaling | None = None
@@ -108,18 +110,17 @@ class ModelConfig(BaseModel):
     @property
     def mask_names(self) -> tuple[str, ...]:
         """The mask of each layer by name: "full", or "window-<w>"; the names `attend` is called with."""
-        windows = self.windows or (None,) * self.num_layers
-        return tuple("full" if window is None else f"window-{window}" for window in windows)
+        return tuple(map(mask_name, self.windows or (None,) * self.num_layers))
 
     @property
     def num_parameters(self) -> int:
         """Elements of all parameters; tied embeddings count once."""
-        attention = self.width * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        norms = 2 * self.width + (2 * self.head_dim if self.qk_norm else 0)
-        dense = 3 * self.width * (self.ffn_width or 0)
-        block = attention + (dense if self.experts is None else self.experts.num_parameters(self.width)) + norms
-        embeddings = self.vocab_size * self.width * (1 if self.tie_embeddings else 2)
-        return embeddings + self.num_layers * block + self.width
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
+        dense = 3 * self.hidden_size * (self.intermediate_size or 0)
+        block = attention + (dense if self.experts is None else self.experts.num_parameters(self.hidden_size)) + norms
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return embeddings + self.num_layers * block + self.hidden_size
 
     @field_validator("rope_scaling", mode="before")
     @classmethod
@@ -142,23 +143,25 @@ class ModelConfig(BaseModel):
     @field_validator("head_dim", mode="after")
     @classmethod
     def _derive_head_dim(cls, value: int, info: ValidationInfo) -> int:
-        if value or not {"width", "num_heads"} <= info.data.keys():
+        if value or not {"hidden_size", "num_heads"} <= info.data.keys():
             return value
-        width, num_heads = info.data["width"], info.data["num_heads"]
-        if width % num_heads:
+        hidden_size, num_heads = info.data["hidden_size"], info.data["num_heads"]
+        if hidden_size % num_heads:
             raise SpecError(
-                f"width {width} is not a multiple of {num_heads} heads", hint="change either of them, or set head_dim"
+                f"hidden_size {hidden_size} is not a multiple of {num_heads} heads",
+                hint="change either of them, or set head_dim",
             )
-        return int(width // num_heads)
+        return int(hidden_size // num_heads)
 
     @model_validator(mode="after")
     def _check(self) -> "ModelConfig":
-        if (self.ffn_width is None) == (self.experts is None):
+        if (self.intermediate_size is None) == (self.experts is None):
             raise SpecError(
-                "neither ffn_width nor experts is given"
+                "neither intermediate_size nor experts is given"
                 if self.experts is None
-                else f"both ffn_width {self.ffn_width} and experts are given, which take its place in every layer",
-                hint="give ffn_width for dense layers, or experts with a ffn_width of their own",
+                else f"both intermediate_size {self.intermediate_size} and experts are given, "
+                "which take its place in every layer",
+                hint="give intermediate_size for dense layers, or experts with an intermediate_size of their own",
             )
         if self.num_heads % self.num_kv_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
@@ -169,7 +172,7 @@ class ModelConfig(BaseModel):
         if self.head_dim % 2:
             raise SpecError(
                 f"head_dim {self.head_dim} is odd, but rotary embedding turns pairs of dims",
-                hint=f"set head_dim={self.head_dim + 1}, or choose width and num_heads with an even quotient",
+                hint=f"set head_dim={self.head_dim + 1}, or choose hidden_size and num_heads with an even quotient",
             )
         if self.windows and len(self.windows) != self.num_layers:
             raise SpecError(
@@ -183,8 +186,3 @@ class ModelConfig(BaseModel):
                     hint='use "full" (None in Python) for full attention',
                 )
         return self
-
-
-def window_of(mask_name: str) -> int | None:
-    """The window of a mask by its name, None for "full": what `ModelConfig.mask_names` was made from."""
-    return None if mask_name == "full" else int(mask_name.removeprefix("window-"))

@@ -58,7 +58,7 @@ def normal(
     return out.view(sizes)
 
 
-def keep(tokens: Tensor, width: int, p: float, *, seed: int, site: int) -> Tensor:
+def keep(tokens: Tensor, hidden_size: int, p: float, *, seed: int, site: int) -> Tensor:
     """Which features of which tokens survive dropout: bool (*tokens.shape, width), True with probability 1 - p.
 
     tokens, int64 and not negative, number the tokens of the whole run. An element depends on `seed` (below 2**64),
@@ -66,11 +66,11 @@ def keep(tokens: Tensor, width: int, p: float, *, seed: int, site: int) -> Tenso
     in steps of 2**-32. About 18 bytes of temporaries an element. Raises SpecError for p outside [0, 1) and the like.
     """
     check_keep(p, seed, site)
-    blocks = torch.arange(-(-width // 4), device=tokens.device)
+    blocks = torch.arange(-(-hidden_size // 4), device=tokens.device)
     low, high = (tokens & MASK).unsqueeze(-1), (tokens >> 32).unsqueeze(-1)
     words = philox(blocks, low, high, site, key=(seed & MASK, seed >> 32))
     threshold = round(p * 2**32)
-    return torch.stack([word >= threshold for word in words], -1).flatten(-2)[..., :width]
+    return torch.stack([word >= threshold for word in words], -1).flatten(-2)[..., :hidden_size]
 
 
 def check_keep(p: float, seed: int, site: int) -> None:
@@ -102,17 +102,17 @@ def _mix(product: Tensor, word: Word, key: int) -> Tensor:
     return ((product >> 32) ^ word ^ key) & MASK
 
 
-def _normals(first: Tensor, width: int, key: tuple[int, int]) -> Tensor:
+def _normals(first: Tensor, hidden_size: int, key: tuple[int, int]) -> Tensor:
     """Standard normal numbers (rows, width) in fp64, whose flat indices run on from `first` (rows,)."""
     shift = (first & 3)[:, None]
     # The elements of a row lie in this many blocks at most: it may start at the last word of one.
-    blocks = (first >> 2)[:, None] + torch.arange((width + 6) // 4, device=first.device)
+    blocks = (first >> 2)[:, None] + torch.arange((hidden_size + 6) // 4, device=first.device)
     # In (0, 1): neither logarithm nor angle meets an end.
     u = [(word + 0.5) * 2.0**-32 for word in map(Tensor.double, philox(blocks & MASK, 0, blocks >> 32, 0, key=key))]
     radius = [x.log().mul_(-2).sqrt_() for x in (u[0], u[2])]
     angle = [x * (2 * math.pi) for x in (u[1], u[3])]
     pairs = [r * turn(a) for r, a in zip(radius, angle, strict=True) for turn in (torch.cos, torch.sin)]
-    return torch.stack(pairs, -1).flatten(1).gather(1, shift + torch.arange(width, device=first.device))
+    return torch.stack(pairs, -1).flatten(1).gather(1, shift + torch.arange(hidden_size, device=first.device))
 
 
 def _key(seed: int, name: str) -> tuple[int, int]:
@@ -122,11 +122,11 @@ def _key(seed: int, name: str) -> tuple[int, int]:
 
 def _pieces(num_runs: int, length: int, size: int) -> Iterator[tuple[slice, slice]]:
     """Cut (num_runs, length) into pieces of about `size` elements."""
-    width = min(length, size)
-    height = max(1, size // (width + 6))
+    hidden_size = min(length, size)
+    height = max(1, size // (hidden_size + 6))
     for row in range(0, num_runs, height):
-        for column in range(0, length, max(1, width)):
-            yield slice(row, min(row + height, num_runs)), slice(column, min(column + width, length))
+        for column in range(0, length, max(1, hidden_size)):
+            yield slice(row, min(row + height, num_runs)), slice(column, min(column + hidden_size, length))
 
 
 def _bounds(shape: Sequence[int], region: Sequence[slice]) -> list[tuple[int, int]]:

@@ -35,7 +35,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
     """Cut the weights of `model` over the one axis of `mesh`, in place, and make its forward work on its parts.
 
     Position ids, labels and rotary tables stay those of all T slots; hidden states between layers, `tokens` and `routing` are
-    of this rank's T / tp where `sequence` is set. Heads, MLP width and vocabulary are multiples of the degree (checked by
+    of this rank's T / tp where `sequence` is set. Heads, MLP features and vocabulary are multiples of the degree (checked by
     `longspan.plan.check_model`), and so is T.
     """
     hidden = Shard(_SEQUENCE) if sequence else Replicate()

@@ -1,20 +1,15 @@
 """Layouts, masks and routes, made into plans; counts of their work and traffic. No torch."""
 
-from longspan.plan.comm_dtype import WIRE_DTYPES, check_wire_dtype
+from longspan.plan.comm_dtype import check_comm_dtype
 from longspan.plan.head_shares import HeadShare, HeadStage, Place, head_stages
-from longspan.plan.layout import BALANCED, LAYOUTS, Layout, spans_of
+from longspan.plan.layout import Layout, spans_of
 from longspan.plan.mask import Mask
-from longspan.plan.plan import Phase, Plan, check_heads, plan_attention, share_of_heads
-from longspan.plan.routes import AUTO, ROUTES, STAGED, check_route
+from longspan.plan.plan import PHASES, Phase, Plan, check_heads, plan_attention, share_of_heads
+from longspan.plan.routes import route_of
 from longspan.plan.steps import RankPlan, Runs, Shape, Stage, Step, Tile, Transfer
 
 __all__ = [
-    "AUTO",
-    "BALANCED",
-    "LAYOUTS",
-    "ROUTES",
-    "STAGED",
-    "WIRE_DTYPES",
+    "PHASES",
     "HeadShare",
     "HeadStage",
     "Layout",
@@ -29,11 +24,11 @@ __all__ = [
     "Step",
     "Tile",
     "Transfer",
+    "check_comm_dtype",
     "check_heads",
-    "check_route",
-    "check_wire_dtype",
     "head_stages",
     "plan_attention",
+    "route_of",
     "share_of_heads",
     "spans_of",
 ]

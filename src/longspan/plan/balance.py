@@ -29,10 +29,11 @@ _EVEN = 0.01
 """Ranks are evened out until none has more pairs than this above the mean."""
 
 
-def balanced_spans(density: Density, ranks: int, slots: int | None = None, whole_below: int = 0) -> Array:
+def balanced_spans(density: Density, ranks: int, slots: int | None = None, min_split_tokens: int = 0) -> Array:
     """Spans `(n, 3)` of owner, start, stop, sorted by owner and start.
 
-    Token counts differ by one at most, but where documents shorter than `whole_below` would be cut for that, or short ones for
+    Token counts differ by one at most, but where documents shorter than `min_split_tokens` would be cut for that, or
+    short ones for
     which `slots` leave room (up to 1% above the mean), or where all have one length and ranks get four or more of them.
     """
     size, longer = divmod(density.seq_len, ranks)
@@ -43,21 +44,21 @@ def balanced_spans(density: Density, ranks: int, slots: int | None = None, whole
         each, more = divmod(len(lengths), ranks)
         even = [int(lengths[0]) * (each + (rank < more)) for rank in range(ranks)]
         if slots is None or even[0] <= slots:
-            share, whole_below = even, max(whole_below, int(lengths[0]) + 1)
-    limit = max(_SHORT * size, whole_below - 1)
+            share, min_split_tokens = even, max(min_split_tokens, int(lengths[0]) + 1)
+    limit = max(_SHORT * size, min_split_tokens - 1)
     short = lengths <= limit
     shorts = documents[short][np.argsort(-lengths[short], kind="stable")].tolist()
     longs = documents[~short].tolist()
     holes = _Pouring(density, share, longs, fluid=shorts).holes
-    dealt, rest = _deal(shorts, holes, share, slots, whole_below)
+    dealt, rest = _deal(shorts, holes, share, slots, min_split_tokens)
     pouring = _Pouring(density, share, longs + rest, dealt)
-    for longer_than in (limit, whole_below - 1):  # a short document is cut only where the long ones do not do
+    for longer_than in (limit, min_split_tokens - 1):  # a short document is cut only where the long ones do not do
         _even_out(density, pouring.taken, pouring.pairs, longer_than)
     return _joined(pouring.taken)
 
 
 def _deal(
-    shorts: Sequence[Run], holes: Sequence[int], share: Sequence[int], slots: int | None, whole_below: int
+    shorts: Sequence[Run], holes: Sequence[int], share: Sequence[int], slots: int | None, min_split_tokens: int
 ) -> tuple[list[list[Run]], list[Run]]:
     """Whole documents, longest first, each into the largest hole, and those that fit none where most room is left.
 
@@ -66,7 +67,7 @@ def _deal(
 
     def spare(rank: int, length: int) -> float:
         """Tokens that a rank may have beyond its share, so that a document of that length stays whole."""
-        if length < whole_below:
+        if length < min_split_tokens:
             return length if slots is None else slots - share[rank]
         return 0 if slots is None else min(slots - share[rank], _EVEN * share[rank])
 

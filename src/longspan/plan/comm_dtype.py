@@ -7,26 +7,24 @@ fp8    an e4m3 byte an element, and for every 32 of a head's elements one byte o
 """
 
 from longspan.errors import SpecError
+from longspan.names import COMM_DTYPES
 
-WIRE_DTYPES = ("bf16", "fp8")
-ITEMSIZES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-"""Bytes of an element, by the name of its type."""
 FP8_BLOCK = 32
 """Elements of a head's row that share an exponent."""
 
 
-def check_wire_dtype(name: str | None) -> str | None:
+def check_comm_dtype(name: str | None) -> str | None:
     """`name` if it is None or a type that rows can travel in, else an error."""
-    if name is not None and name not in WIRE_DTYPES:
+    if name is not None and name not in COMM_DTYPES:
         raise SpecError(
-            f"wire_dtype {name!r} is not known",
-            hint=f"choose one of {', '.join(WIRE_DTYPES)}, or leave it out to send rows as they are",
+            f"comm_dtype {name!r} is not known",
+            hint=f"choose one of {', '.join(COMM_DTYPES)}, or leave it out to send rows as they are",
         )
     return name
 
 
-def row_bytes(wire_dtype: str | None, dim: int, itemsize: int) -> int:
+def row_bytes(comm_dtype: str | None, dim: int, itemsize: int) -> int:
     """Bytes of one head's row of `dim` elements on the wire, whose own elements have `itemsize` bytes."""
-    if wire_dtype is None:
+    if comm_dtype is None:
         return dim * itemsize
-    return dim * 2 if wire_dtype == "bf16" else dim - (-dim // FP8_BLOCK)
+    return dim * 2 if comm_dtype == "bf16" else dim - (-dim // FP8_BLOCK)

@@ -12,14 +12,13 @@ from typing import Any, Self
 import numpy as np
 
 from longspan.errors import SpecError
+from longspan.names import BALANCED, LAYOUTS, check_name
 from longspan.plan.arguments import check_rank, whole
 from longspan.plan.balance import balanced_spans
 from longspan.plan.density import Density
 from longspan.plan.mask import Mask
 
 Array = np.ndarray
-BALANCED = "balanced"
-LAYOUTS = ("contiguous", "zigzag", "striped", BALANCED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +79,13 @@ class Layout:
         slots: int | None = None,
         *,
         weights: Sequence[int] | None = None,
-        whole_below: int = 0,
+        min_split_tokens: int = 0,
     ) -> Self:
         """Ranks have equal tokens, nearly equal visible pairs and few foreign rows; short documents stay whole.
 
         Several masks over the same tokens count by their `weights`: the number of layers that use each. Token counts differ
-        by one at most, but where documents shorter than `whole_below` stay whole instead, or where `slots` leave room to keep
+        by one at most, but where documents shorter than `min_split_tokens` stay whole instead, or where `slots`
+        leave room to keep
         one whole (up to 1% of a share), or where there are four or more documents a rank and all have one length: then by one.
         """
         masks = [mask] if isinstance(mask, Mask) else list(mask)
@@ -104,7 +104,7 @@ class Layout:
                 f"{ranks} ranks of slots={slots} hold less than {seq_len} tokens",
                 hint=f"set slots to at least {-(-seq_len // ranks)}",
             )
-        spans = balanced_spans(Density(list(zip(masks, weights, strict=True))), ranks, slots, whole_below)
+        spans = balanced_spans(Density(list(zip(masks, weights, strict=True))), ranks, slots, min_split_tokens)
         return cls(BALANCED, seq_len, ranks, 1, spans, slots)
 
     @classmethod
@@ -117,15 +117,13 @@ class Layout:
         *,
         masks: Sequence[Mask] = (),
         weights: Sequence[int] | None = None,
-        whole_below: int = 0,
+        min_split_tokens: int = 0,
     ) -> Self:
-        """The layout of that name; for configuration files. Only "balanced" looks at masks, weights and `whole_below`."""
+        """The layout of that name; for configuration files. Only "balanced" looks at masks, weights and `min_split_tokens`."""
         if name == BALANCED:
-            return cls.balanced(masks, ranks, slots, weights=weights, whole_below=whole_below)
-        makers = {"contiguous": cls.contiguous, "zigzag": cls.zigzag, "striped": cls.striped}
-        if name not in makers:
-            raise SpecError(f"layout {name!r} is not known", hint=f"choose one of {', '.join(LAYOUTS)}")
-        return makers[name](seq_len, ranks, slots)
+            return cls.balanced(masks, ranks, slots, weights=weights, min_split_tokens=min_split_tokens)
+        layout: Self = getattr(cls, check_name("layout", name, LAYOUTS))(seq_len, ranks, slots)
+        return layout
 
     @cached_property
     def counts(self) -> Array:

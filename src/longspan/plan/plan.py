@@ -10,18 +10,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from longspan.advise.choose import Costs, choose_route
 from longspan.errors import SpecError
+from longspan.names import AUTO, ROUTES
 from longspan.plan.arguments import check_rank, whole
-from longspan.plan.comm_dtype import check_wire_dtype, row_bytes
+from longspan.plan.comm_dtype import check_comm_dtype, row_bytes
 from longspan.plan.cut import area_by_rank, demand_of
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
-from longspan.plan.routes import AUTO, STAGED, Degrees, Work, comes_down_to, degrees_of
+from longspan.plan.routes import Degrees, Work, comes_down_to, degrees_of
 from longspan.plan.steps import RankPlan
 
 Digest = bytes
 Phase = Literal["forward", "backward"]
+PHASES: tuple[Phase, ...] = ("forward", "backward")
 
 
 def plan_attention(
@@ -31,17 +32,15 @@ def plan_attention(
     heads: tuple[int, int] | None = None,
     inner: int | None = None,
     *,
-    wire_dtype: str | None = None,
+    comm_dtype: str | None = None,
     tp: int = 1,
-    ranks_per_node: int | None = None,
-    costs: Costs | None = None,
 ) -> "Plan":
     """Decide who computes what and which rows travel.
 
     `heads` is (query heads, KV heads) on one rank of the CP group, after tensor parallelism; routes that move heads need it.
-    `inner` is the inner degree of a route with two levels, chosen if not given. `wire_dtype` "bf16" or "fp8" rounds keys and
-    values for their way. `tp` is only named in errors. `route="auto"` chooses by `costs` (see `choose_route`), which tell what
-    crosses nodes of `ranks_per_node` ranks; where `inner` is chosen, heads are exchanged within such a node.
+    `inner` is the inner degree of a route of two levels; default: as many ranks as KV heads allow. `comm_dtype` "bf16" or "fp8"
+    rounds keys and values on their way to other ranks. `tp` is only named in errors. `longspan.advise.Planner` resolves
+    route "auto", and an inner degree that keeps to nodes.
 
     Costs nothing until a rank's share or a count is asked for. Raises `SpecError` for what cannot be carried out.
     """
@@ -50,18 +49,20 @@ def plan_attention(
             f"the layout covers {layout.seq_len} tokens and the mask {mask.seq_len}",
             hint="both count the tokens of the global row; document lengths must sum to seq_len",
         )
-    check_wire_dtype(wire_dtype)
+    check_comm_dtype(comm_dtype)
     heads = None if heads is None else check_heads(*_two(heads))
     inner = None if inner is None else whole("inner", inner)
-    reason = ""
     if route == AUTO:
-        if inner is not None:
-            raise SpecError(f"inner={inner} is for a route of two levels; {AUTO!r} chooses", hint="leave inner out")
-        route, inner, reason = choose_route(layout, mask, heads, tp, ranks_per_node, costs or Costs(), wire_dtype)
-    degrees = degrees_of(route, layout.ranks, heads, inner, tp, ranks_per_node)
+        names = ", ".join(ROUTES)
+        raise SpecError(
+            f"plan_attention takes a named route, not {AUTO!r}",
+            hint=f'name one of {names}; or let longspan.advise.Planner(ranks, route="{AUTO}").plans(masks) choose',
+        )
+    degrees = degrees_of(route, layout.ranks, heads, inner, tp)
     if degrees.heads > 1 and not len(demand_of(layout, mask).source):
-        degrees, reason = degrees.without_heads(), reason or "no query sees another rank's keys: nothing is exchanged"
-    return Plan(layout, mask, route, heads, degrees, wire_dtype, reason or comes_down_to(route, degrees))
+        reason = "no query sees another rank's keys: nothing is exchanged"
+        return Plan(layout, mask, route, heads, degrees.without_heads(), comm_dtype, reason)
+    return Plan(layout, mask, route, heads, degrees, comm_dtype, comes_down_to(route, degrees))
 
 
 def _two(heads: Any) -> tuple[int, int]:
@@ -91,7 +92,7 @@ class Plan:
     route: str
     heads: tuple[int, int] | None
     degrees: Degrees
-    wire_dtype: str | None = None
+    comm_dtype: str | None = None
     reason: str = ""
     """Why "auto" chose the route, or what one of two levels comes down to; else empty."""
 
@@ -102,6 +103,11 @@ class Plan:
     @property
     def seq_len(self) -> int:
         return self.layout.seq_len
+
+    @property
+    def staged(self) -> bool:
+        """Whether attention works on a few heads at a time: route "upipe"."""
+        return ROUTES[self.route].staged
 
     def rank_plan(self, rank: int) -> RankPlan:
         """Tiles and transfers of `rank`, step by step."""
@@ -129,21 +135,21 @@ class Plan:
         """Bytes that `rank` sends in one phase, per batch row: of all heads, or of one KV head if the plan knows no `heads`.
 
         `head_dim` is D, or (D of keys, D of values). Forward sends KV rows at `itemsize` bytes an element (or as
-        `wire_dtype` says); backward sends them again, and partial dK and dV in at least 4 bytes an element. Where heads are
+        `comm_dtype` says); backward sends them again, and partial dK and dV in at least 4 bytes an element. Where heads are
         exchanged, q, k, v go there and out comes back; in backward d out goes there, and dq, dk, dv come back: in the inputs'
         type, or dk, dv in at least 4 bytes where a KV head is on several ranks; "upipe" repeats its forward first.
         """
-        if phase not in ("forward", "backward"):
+        if phase not in PHASES:
             raise SpecError(f"phase {phase!r} is not known", hint='choose "forward" or "backward"')
         share = self.rank_plan(rank)
         dims = head_dim if isinstance(head_dim, tuple) else (head_dim, head_dim)
-        row = sum(row_bytes(self.wire_dtype, dim, itemsize) for dim in dims)
+        row = sum(row_bytes(self.comm_dtype, dim, itemsize) for dim in dims)
         partial = sum(dims) * max(itemsize, 4)
         num_kv = share.heads.num_kv if share.heads else self.heads[1] if self.heads else 1
         total = num_kv * (share.rows_sent * row + (phase == "backward") * share.grad_rows_sent * partial)
         if share.heads is not None:
             query, out = dims[0] * itemsize, dims[1] * itemsize
-            if phase == "forward" or self.route == STAGED:
+            if phase == "forward" or self.staged:
                 total += share.heads.bytes_there(query, row) + share.heads.bytes_back(out, 0)
             if phase == "backward":
                 grad = partial if share.heads.replicates else sum(dims) * itemsize
@@ -172,7 +178,7 @@ class Plan:
         """SHA-256 of what the plan was made from: equal plans, equal bytes, on every rank."""
         made_from = hashlib.sha256(self.layout.fingerprint())
         made_from.update(self.mask.fingerprint())
-        made_from.update(f"route {self.route} heads {self.heads} {self.degrees} {self.wire_dtype}".encode())
+        made_from.update(f"route {self.route} heads {self.heads} {self.degrees} {self.comm_dtype}".encode())
         return made_from.digest()
 
     def __eq__(self, other: Any) -> bool:

@@ -2,7 +2,7 @@
 
     ring, rotate, allgather, exchange      rows travel among all ranks
     ulysses, upipe                         heads are exchanged among all ranks; no row travels afterwards
-    ring-ulysses (usp), ...-ulysses        heads among `inner` neighbours, rows among the groups of neighbours
+    usp, allgather-ulysses, ...            heads among `inner` neighbours, rows among the groups of neighbours
     ulysses-ring                           rows among `inner` neighbours, heads across the groups
 
 A name of two parts is outer-inner, as a mesh of two axes is (outer, inner): rank = outer index * inner degree + inner index.
@@ -11,17 +11,16 @@ A name of two parts is outer-inner, as a mesh of two axes is (outer, inner): ran
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Protocol
 
 from longspan.errors import SpecError
+from longspan.names import AUTO, ROUTES, Route, Rows, check_name
 from longspan.plan.direct import AllGather, Exchange
 from longspan.plan.head_shares import HeadShare, Place, check_head_degree, places_of, share_heads
 from longspan.plan.layout import Layout
 from longspan.plan.mask import Mask
 from longspan.plan.ring import Ring, Rotation
 from longspan.plan.steps import Means, RankPlan, Stage
-
-HeadLevel = Literal["none", "all", "inner", "outer"]
 
 
 class Carrier(Protocol):
@@ -35,38 +34,17 @@ class Carrier(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class RouteKind:
-    """What a name stands for: the carrier of rows, and the level at which heads are exchanged."""
-
-    carrier: Callable[[Layout, Mask], Carrier]
-    heads: HeadLevel = "none"
-
-
-ROUTES: dict[str, RouteKind] = {
-    "ring": RouteKind(Ring),
-    "allgather": RouteKind(AllGather),
-    "rotate": RouteKind(Rotation),
-    "exchange": RouteKind(Exchange),
-    "ulysses": RouteKind(Ring, "all"),
-    "upipe": RouteKind(Ring, "all"),
-    "usp": RouteKind(Ring, "inner"),
-    "ring-ulysses": RouteKind(Ring, "inner"),
-    "allgather-ulysses": RouteKind(AllGather, "inner"),
-    "rotate-ulysses": RouteKind(Rotation, "inner"),
-    "exchange-ulysses": RouteKind(Exchange, "inner"),
-    "ulysses-ring": RouteKind(Ring, "outer"),
+_CARRIERS: dict[Rows, Callable[[Layout, Mask], Carrier]] = {
+    Rows.RING: Ring,
+    Rows.ROTATE: Rotation,
+    Rows.ALLGATHER: AllGather,
+    Rows.EXCHANGE: Exchange,
 }
-AUTO = "auto"
-STAGED = "upipe"
-"""The route that works on a few heads at a time, from the input of the projections."""
 
 
-def check_route(name: str) -> str:
-    """`name` if it is a route's, else an error."""
-    if name not in ROUTES:
-        raise SpecError(f"route {name!r} is not known", hint=f"choose one of {AUTO}, {', '.join(ROUTES)}")
-    return name
+def route_of(name: str) -> Route:
+    """The route of that name; `SpecError` if there is none."""
+    return ROUTES[check_name("route", name, (AUTO, *ROUTES))]
 
 
 @dataclass(frozen=True)
@@ -102,15 +80,12 @@ def degrees_of(
     heads: tuple[int, int] | None,
     inner: int | None = None,
     tp: int = 1,
-    ranks_per_node: int | None = None,
 ) -> Degrees:
-    """Split `ranks` between heads and rows; `inner` is chosen where a route has two levels and none is given.
+    """Split `ranks` between heads and rows. `inner` None of a route of two levels: `inner_degree` without nodes.
 
     Raises `SpecError` where the route, the ranks and the heads do not fit.
     """
-    level = ROUTES[check_route(name)].heads
-    if ranks_per_node is not None and ranks_per_node < 1:
-        raise SpecError(f"ranks_per_node={ranks_per_node}: a node has at least one rank")
+    level = route_of(name).heads
     if level in ("none", "all"):
         if inner is not None:
             raise SpecError(
@@ -121,7 +96,7 @@ def degrees_of(
         check_head_degree(ranks, heads, name, tp)
         return Degrees(ranks, 1)
     if inner is None:
-        inner = _best_inner(level, ranks, heads, ranks_per_node)
+        inner = inner_degree(name, ranks, heads)
     if inner < 1 or ranks % inner:
         fits = [str(n) for n in range(1, ranks + 1) if ranks % n == 0]
         raise SpecError(f"inner={inner} does not divide the {ranks} ranks of the group", hint=f"use {', '.join(fits)}")
@@ -132,24 +107,28 @@ def degrees_of(
 
 def comes_down_to(name: str, degrees: Degrees) -> str:
     """What a route of two levels is where no heads are exchanged, such as `inner 1: a ring`; else empty."""
-    kind = ROUTES[name]
+    route = ROUTES[name]
     if degrees.levels is None or degrees.heads > 1 or degrees.rows == 1:
         return ""
-    plain = next(other for other, of in ROUTES.items() if of == RouteKind(kind.carrier))
-    return f"{kind.heads} 1: {'a ring' if plain == 'ring' else plain}, no heads are exchanged"
+    plain = next(other for other, of in ROUTES.items() if of.rows is route.rows and of.heads == "none")
+    return f"{route.heads} 1: {plain}, no heads are exchanged"
 
 
-def _best_inner(level: HeadLevel, ranks: int, heads: tuple[int, int] | None, ranks_per_node: int | None) -> int:
-    """The most heads-exchanging ranks that the KV heads (else the query heads) allow, within a node if that is the inner level.
+def inner_degree(name: str, ranks: int, heads: tuple[int, int] | None, ranks_per_node: int | None = None) -> int:
+    """The inner degree of a route of two levels at which most ranks exchange heads without copies of KV heads.
 
-    Up to the number of KV heads nothing is replicated, and every doubling halves what the rows' route has to move.
+    Within a node of `ranks_per_node` ranks, if heads are exchanged on the inner level. Up to the number of KV heads nothing is
+    replicated, and each doubling halves the rows that travel.
     """
-    most = min(ranks, ranks_per_node or ranks) if level == "inner" else ranks
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise SpecError(f"ranks_per_node={ranks_per_node}: a node has at least one rank")
+    inside = ROUTES[name].heads == "inner"
+    most = min(ranks, ranks_per_node or ranks) if inside else ranks
     num_q, num_kv = heads or (ranks, ranks)
     fits = [n for n in range(1, most + 1) if ranks % n == 0 and num_q % n == 0]
     unreplicated = [n for n in fits if num_kv % n == 0]
     degree = max(unreplicated) if len(unreplicated) > 1 else max(fits)
-    return degree if level == "inner" else ranks // degree
+    return degree if inside else ranks // degree
 
 
 @dataclass(frozen=True)
@@ -165,9 +144,9 @@ class Work:
     @classmethod
     def of(cls, name: str, layout: Layout, mask: Mask, heads: tuple[int, int] | None, degrees: Degrees) -> "Work":
         # What works in stages of heads does so on one rank too.
-        exchanges = degrees.heads > 1 or name == STAGED
+        exchanges = degrees.heads > 1 or ROUTES[name].staged
         merged = layout.merged(degrees.heads, degrees.adjacent) if exchanges else layout
-        return cls(layout, heads if exchanges else None, degrees, merged, ROUTES[name].carrier(merged, mask))
+        return cls(layout, heads if exchanges else None, degrees, merged, _CARRIERS[ROUTES[name].rows](merged, mask))
 
     def rank_plan(self, rank: int) -> RankPlan:
         """The share of one rank of the CP group."""

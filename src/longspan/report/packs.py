@@ -35,7 +35,7 @@ class PackReport:
 
     name: str
     epochs: int
-    row_tokens: int
+    seq_len: int
     packing: str
     cp: int
     layout: str
@@ -58,7 +58,7 @@ class PackReport:
     @property
     def fill(self) -> Array:
         """Of each row: its tokens over those it has room for."""
-        return self.tokens / self.row_tokens
+        return self.tokens / self.seq_len
 
     @cached_property
     def imbalance(self) -> Array:
@@ -105,7 +105,7 @@ def pack_headline(report: PackReport) -> str:
     """What was packed."""
     rows, epochs = f"{len(report.tokens):,} row{'s' * (len(report.tokens) != 1)}", f"{report.epochs} epochs"
     of = f" of {epochs}" if report.epochs > 1 else ""
-    return f"{rows}{of}, up to {short_tokens(report.row_tokens)} tokens each, packing {report.packing}"
+    return f"{rows}{of}, up to {short_tokens(report.seq_len)} tokens each, packing {report.packing}"
 
 
 def pack_lines(report: PackReport) -> Iterator[tuple[str, str]]:
@@ -115,7 +115,7 @@ def pack_lines(report: PackReport) -> Iterator[tuple[str, str]]:
     yield "rows", f"{told['packs']:,}" + f" of {told['epochs']} epochs" * (told["epochs"] > 1)
     yield "documents", f"{told['documents']:,}{cut}"
     yield "tokens", f"{told['tokens']:,}"
-    yield "fill", f"mean {told['fill_mean']:.4f}, worst {told['fill_worst']:.4f} of {report.row_tokens:,}"
+    yield "fill", f"mean {told['fill_mean']:.4f}, worst {told['fill_worst']:.4f} of {report.seq_len:,}"
     yield "pairs", f"{short_count(told['pairs'])} {_layers(report)}, forward"
     yield (
         "imbalance",

@@ -11,7 +11,8 @@ from typing import Literal
 import numpy as np
 
 from longspan.errors import SpecError
-from longspan.plan import ROUTES, STAGED, HeadShare, Plan, RankPlan, Step, Transfer, share_of_heads
+from longspan.names import ROUTES
+from longspan.plan import HeadShare, Plan, RankPlan, Step, Transfer, share_of_heads
 from longspan.plan import bands as algebra
 from longspan.plan.comm_dtype import row_bytes
 from longspan.report.words import mask_words
@@ -91,7 +92,7 @@ class PlanReport:
     heads: tuple[int, int] | None
     head_dim: int
     itemsize: int
-    wire_dtype: str | None
+    comm_dtype: str | None
     area: int
     blocks: float
     imbalance: float
@@ -157,7 +158,7 @@ def describe(plan: Plan, head_dim: int, itemsize: int) -> PlanReport:
         heads=plan.heads,
         head_dim=head_dim,
         itemsize=itemsize,
-        wire_dtype=plan.wire_dtype,
+        comm_dtype=plan.comm_dtype,
         area=plan.mask.area,
         blocks=share_of_heads(sum(share.blocks for share in shares), 1, degrees.heads),
         imbalance=plan.imbalance,
@@ -176,10 +177,10 @@ def describe(plan: Plan, head_dim: int, itemsize: int) -> PlanReport:
 
 
 def _rank(plan: Plan, share: RankPlan, onward: int, head_dim: int, itemsize: int) -> RankReport:
-    row = 2 * row_bytes(plan.wire_dtype, head_dim, itemsize)
+    row = 2 * row_bytes(plan.comm_dtype, head_dim, itemsize)
     num_kv = share.heads.num_kv if share.heads else plan.heads[1] if plan.heads else 1
     steps = tuple(_steps(plan, share, onward, num_kv * row, num_kv * 2 * head_dim * max(itemsize, 4)))
-    heads = _heads(share.heads, plan.route == STAGED, row, head_dim, itemsize) if share.heads else (0, 0)
+    heads = _heads(share.heads, plan.staged, row, head_dim, itemsize) if share.heads else (0, 0)
     report = RankReport(
         rank=share.rank,
         group=plan.degrees.group_of(share.rank),

@@ -10,8 +10,8 @@ from longspan.topology.axes import Groups, Topology
 from longspan.topology.nodes import Nodes
 
 _DENSE = ("tp", "dp", "cp", "pp")
-_EXPERT = ("etp", "ep", "edp", "pp")
-_TOLD = ("dp-cp", "tp-cp", "tp-dp-cp", "tp-dp-pp", "tp-pp", "etp-ep", "ep-pp")
+_EXPERT = ("ep", "edp", "pp")
+_TOLD = ("dp-cp", "tp-cp", "tp-dp-cp", "tp-dp-pp", "tp-pp", "ep-pp")
 """Products that the table shows; the record has all."""
 _NUMBERS = re.compile(r"\[\s+(\d[\d,\s]*?)\s+\]")
 
@@ -51,10 +51,10 @@ class TopologyReport:
     def record(self) -> dict[str, Any]:
         """What the JSON says."""
         topology, nodes = self.topology, self.nodes
-        names = ("dp", "tp", "pp", "cp", "ep", "etp", "edp")
+        names = ("dp", "tp", "pp", "cp", "ep", "edp")
         return {
             "world": topology.world,
-            "degrees": {name: topology.degree(name) for name in names} | {"replicas": topology.replicas},
+            "degrees": {name: topology.degree(name) for name in names} | {"dp_replicate": topology.dp_replicate},
             "order": topology.order,
             "nodes": nodes.ranks,
             "ranks_per_node": nodes.ranks_per_node,
@@ -87,9 +87,9 @@ def describe_topology(
 def _names(topology: Topology) -> list[str]:
     """Every axis and product of axes; HSDP's two where there are replicas, those of experts where these are sharded."""
     names = _products(_DENSE)
-    if topology.replicas > 1:
+    if topology.dp_replicate > 1:
         names += ["replica", "shard"]
-    if topology.ep * topology.etp > 1:
+    if topology.ep > 1:
         names += [name for name in _products(_EXPERT) if name != "pp"]
     return names
 

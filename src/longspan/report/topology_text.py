@@ -41,8 +41,8 @@ def topology_table(report: TopologyReport) -> Group:
 def _headline(report: TopologyReport) -> str:
     topology = report.topology
     degrees = " x ".join(f"{axis} {topology.degree(axis)}" for axis in ("dp", "tp", "pp", "cp"))
-    folded = f", ep {topology.ep} x etp {topology.etp} x edp {topology.edp} a stage"
-    return f"{_count(topology.world, 'rank')}: {degrees}{folded * (topology.ep * topology.etp > 1)}"
+    folded = f", ep {topology.ep} x edp {topology.edp} a stage"
+    return f"{_count(topology.world, 'rank')}: {degrees}{folded * (topology.ep > 1)}"
 
 
 def _summary(report: TopologyReport) -> str:
@@ -57,7 +57,7 @@ def _summary(report: TopologyReport) -> str:
     replicas = report.groups["tp-pp"]
     ranks = f"rank{'s' * (len(replicas[0]) > 1)} {short_ranks(replicas[0])}"
     lines.append(f"{_count(len(replicas), 'replica')} of the model (tp-pp), the first on {ranks}")
-    lines.append(f"a global batch is rows_per_batch x dp {topology.dp} x accumulation rows")
+    lines.append(f"a global batch is micro_batch_size x dp {topology.dp} x gradient_accumulation_steps rows")
     return "\n".join(lines)
 
 
@@ -136,8 +136,8 @@ def _lines(report: TopologyReport, ranks: Sequence[int], domain: int) -> Iterato
     topology = report.topology
     places = [topology.coordinates(rank) for rank in ranks]
     shown = [axis for axis in topology.order.split("-") if axis != "ep" and topology.degree(axis) > 1]
-    if topology.ep * topology.etp > 1:
-        shown += [axis for axis in ("etp", "ep", "edp") if topology.degree(axis) > 1]
+    if topology.ep > 1:
+        shown += [axis for axis in ("ep", "edp") if topology.degree(axis) > 1]
     yield _line("rank", ranks, ranks, domain, report, None)
     for axis in shown:
         yield _line(axis, ranks, [place[axis] for place in places], domain, report, topology.degree(axis))

@@ -18,7 +18,7 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 def headline(report: "PlanReport") -> str:
     """What was planned."""
     inner = "" if report.inner is None else f" (inner {report.inner})"
-    wire = "" if report.wire_dtype is None else f", {report.wire_dtype} on the wire"
+    wire = "" if report.comm_dtype is None else f", {report.comm_dtype} on the wire"
     return f"{report.layout} layout, {report.mask}, {report.route} route{inner}{wire}"
 
 
@@ -38,7 +38,7 @@ def bytes_note(report: "PlanReport") -> str:
     heads = f"{report.heads[1]} KV heads" if report.heads else "one KV head"
     if report.heads and report.head_degree > 1:
         heads = f"{report.heads[0]} query and {heads}"
-    wire = "" if report.wire_dtype is None else f", keys and values as {report.wire_dtype}"
+    wire = "" if report.comm_dtype is None else f", keys and values as {report.comm_dtype}"
     return f"Bytes sent per batch row, for {heads} of {report.head_dim} at {report.itemsize} bytes an element{wire}."
 
 

@@ -1,7 +1,8 @@
 """The axes of a run, their process groups, nodes, and the checks of degrees against a model. No torch."""
 
 from longspan.topology.axes import ORDER, Topology
-from longspan.topology.fits import SCHEDULES, ModelShape, check_model
+from longspan.topology.fits import SCHEDULES, check_model
+from longspan.topology.model_shape import ExpertsShape, ModelShape
 from longspan.topology.nodes import BUSIEST_FIRST, Nodes
 
-__all__ = ["BUSIEST_FIRST", "ORDER", "SCHEDULES", "ModelShape", "Nodes", "Topology", "check_model"]
+__all__ = ["BUSIEST_FIRST", "ORDER", "SCHEDULES", "ExpertsShape", "ModelShape", "Nodes", "Topology", "check_model"]

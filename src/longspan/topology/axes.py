@@ -7,8 +7,8 @@
     cp 0      0  1        4  5          8  9       12 13           dp-cp  [0,2,4,6] [1,3,5,7] ... [9,11,13,15]
     cp 1      2  3        6  7         10 11       14 15           tp-pp  [0,1,8,9] [2,3,10,11] ...: a replica of the model
 
-Experts have axes of their own over the same ranks ("folding", Megatron-Core's expert ranks): etp x ep x edp x pp in the same
-order, etp in the place of tp, edp in that of dp, and no cp. Above with ep 4 the ranks 0..3 share the experts, and so do 4..7.
+Experts have axes of their own over the same ranks ("folding", Megatron-Core's expert ranks): ep x edp x pp in the same
+order, edp in the place of dp, and no tp or cp. Above with ep 4 the ranks 0..3 share the experts, and so do 4..7.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,7 +27,7 @@ ORDER = "tp-cp-ep-dp-pp"
 """Fastest to slowest: ranks that talk most are neighbours."""
 
 _DENSE = {"tp", "cp", "dp", "replica", "shard_dp", "shard"}
-_EXPERT = {"etp", "ep", "edp"}
+_EXPERT = {"ep", "edp"}
 _PARTS = {"dp": ("replica", "shard_dp"), "shard": ("shard_dp", "cp")}
 """Axes made of others, slowest first; the rest are their own part."""
 
@@ -36,11 +36,12 @@ _PARTS = {"dp": ("replica", "shard_dp"), "shard": ("shard_dp", "cp")}
 class Topology:
     """The degrees of a run's axes, and the order in which ranks are numbered along them, fastest to slowest.
 
-    `replicas` splits dp for HSDP: dp index = replica * (dp / replicas) + index among the dp ranks that shard parameters. `ep`
-    and `etp` take ranks of one pipeline stage (tp x cp x dp), and leave `edp`, the ranks with the same experts.
+    `dp_replicate` splits dp for HSDP: dp index = replica * (dp / dp_replicate) + index among the dp ranks that shard
+    parameters. `ep`
+    takes ranks of one pipeline stage (tp x cp x dp) and leaves `edp`, the ranks with the same experts.
 
     Raises `SpecError`: a degree that is not an integer of at least 1, an order that does not name every axis once,
-    `replicas` that do not divide dp, `etp * ep` that does not divide the ranks of a stage, an order in which the stages of
+    `dp_replicate` that do not divide dp, `ep` that does not divide the ranks of a stage, an order in which the stages of
     the experts would not be those of the rest.
     """
 
@@ -49,31 +50,27 @@ class Topology:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    etp: int = 1
-    replicas: int = 1
+    dp_replicate: int = 1
     order: str = ORDER
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "etp", "replicas"):
+        for name in ("dp", "tp", "pp", "cp", "ep", "dp_replicate"):
             _at_least_one(name, getattr(self, name))
         if not isinstance(self.order, str) or sorted(self.order.split("-")) != sorted(ORDER.split("-")):
             raise SpecError(
                 f"order {self.order!r} does not name each of tp, cp, ep, dp, pp once",
                 hint=f'write the axes from fastest to slowest, such as "{ORDER}"',
             )
-        if self.dp % self.replicas:
+        if self.dp % self.dp_replicate:
             raise SpecError(
-                f"replicas={self.replicas} does not divide dp={self.dp}",
-                hint=f"set replicas to {any_of(divisors(self.dp))}",
+                f"dp_replicate={self.dp_replicate} does not divide dp={self.dp}",
+                hint=f"set dp_replicate to {any_of(divisors(self.dp))}",
             )
         stage = self.tp * self.cp * self.dp
-        if stage % (self.etp * self.ep):
+        if stage % self.ep:
             raise SpecError(
-                f"etp {self.etp} x ep {self.ep} does not divide the {stage} ranks of a stage "
-                f"(tp {self.tp} x cp {self.cp} x dp {self.dp})",
-                hint=f"set ep to {any_of(divisors(stage // self.etp))}"
-                if stage % self.etp == 0
-                else f"set etp to {any_of(divisors(stage))}",
+                f"ep={self.ep} does not divide the {stage} ranks of a stage (tp {self.tp} x cp {self.cp} x dp {self.dp})",
+                hint=f"set ep to {any_of(divisors(stage))}",
             )
         self._check_fold()
 
@@ -87,8 +84,7 @@ class Topology:
         pp: int = 1,
         cp: int = 1,
         ep: int = 1,
-        etp: int = 1,
-        replicas: int = 1,
+        dp_replicate: int = 1,
         order: str = ORDER,
     ) -> "Topology":
         """The topology of `world` ranks; `dp` None takes what the other degrees leave.
@@ -101,7 +97,7 @@ class Topology:
         taken = prod(degrees.values())
         if world % taken or (dp is not None and dp * taken != world):
             raise _not_the_world(world, dp, degrees)
-        return cls(world // taken, tp, pp, cp, ep, etp, replicas, order)
+        return cls(world // taken, tp, pp, cp, ep, dp_replicate, order)
 
     @property
     def world(self) -> int:
@@ -111,7 +107,7 @@ class Topology:
     @property
     def edp(self) -> int:
         """Ranks of a stage that hold the same experts."""
-        return self.tp * self.cp * self.dp // (self.etp * self.ep)
+        return self.tp * self.cp * self.dp // self.ep
 
     def degree(self, axis: str) -> int:
         """Ranks in a group of an axis, or of a product such as "dp-cp"."""
@@ -122,7 +118,7 @@ class Topology:
 
         A group is the ranks that differ along these axes alone; the order of the names does not matter. Axes: tp, cp, dp, pp;
         "replica" (ranks with copies of the same shard) and "shard" (ranks over which parameters are sharded: dp-cp within a
-        replica); and those of the experts, etp, ep, edp. Raises `SpecError` for other names, for one named twice, and for a
+        replica); and those of the experts, ep, edp. Raises `SpecError` for other names, for one named twice, and for a
         product of axes of both kinds, of which only pp is both.
         """
         parts = _parts(axes.split("-"))
@@ -133,20 +129,20 @@ class Topology:
         return tuple(map(tuple, table[np.argsort(table[:, 0])].tolist()))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of `rank` along tp, cp, dp, pp, etp, ep, edp and replica."""
+        """The index of `rank` along tp, cp, dp, pp, ep, edp and replica."""
         check_rank(rank, self.world)
         index: dict[str, int] = {}
         for parts in ([], ["ep"]):
             names, ranks = self._numbered(parts)
             (place,) = np.argwhere(ranks == rank)
             index |= dict(zip(names, place.tolist(), strict=True))
-        index["dp"] = index["replica"] * (self.dp // self.replicas) + index["shard_dp"]
-        return {name: index[name] for name in ("tp", "cp", "dp", "pp", "etp", "ep", "edp", "replica")}
+        index["dp"] = index["replica"] * (self.dp // self.dp_replicate) + index["shard_dp"]
+        return {name: index[name] for name in ("tp", "cp", "dp", "pp", "ep", "edp", "replica")}
 
     def grid(self, axes: Sequence[str]) -> Array:
         """All ranks, one dim per axis in the order named, as a mesh takes them: int64.
 
-        The axes are dense (pp, dp, cp, tp, with dp as a whole or as replica, shard_dp) or those of experts (pp, edp, ep, etp).
+        The axes are dense (pp, dp, cp, tp, with dp as a whole or as replica, shard_dp) or those of experts (pp, edp, ep).
         Raises `SpecError` if they leave ranks out, and what `groups` raises.
         """
         parts = _parts(axes)
@@ -172,19 +168,23 @@ class Topology:
         inside, across = table.reshape(-1, inner), table.swapaxes(1, 2).reshape(-1, self.cp // inner)
         return _sorted(inside), _sorted(across)
 
-    def global_batch(self, rows_per_batch: int, accumulation: int = 1) -> int:
+    def global_batch(self, micro_batch_size: int, gradient_accumulation_steps: int = 1) -> int:
         """Rows of an optimizer step: CP, TP and PP ranks read the rows of their dp rank."""
-        return _at_least_one("rows_per_batch", rows_per_batch) * self.dp * _at_least_one("accumulation", accumulation)
+        return (
+            _at_least_one("micro_batch_size", micro_batch_size)
+            * self.dp
+            * _at_least_one("gradient_accumulation_steps", gradient_accumulation_steps)
+        )
 
-    def steps_per_epoch(self, rows: int, rows_per_batch: int, accumulation: int = 1) -> int:
+    def steps_per_epoch(self, rows: int, micro_batch_size: int, gradient_accumulation_steps: int = 1) -> int:
         """Optimizer steps that read each of `rows` once; the last may reach into the next epoch, as the loader does."""
-        return -(-rows // self.global_batch(rows_per_batch, accumulation))
+        return -(-rows // self.global_batch(micro_batch_size, gradient_accumulation_steps))
 
     @cached_property
     def _degrees(self) -> dict[str, int]:
-        shard_dp = self.dp // self.replicas
-        dense = {"tp": self.tp, "cp": self.cp, "replica": self.replicas, "shard_dp": shard_dp, "pp": self.pp}
-        return dense | {"etp": self.etp, "ep": self.ep, "edp": self.edp}
+        shard_dp = self.dp // self.dp_replicate
+        dense = {"tp": self.tp, "cp": self.cp, "replica": self.dp_replicate, "shard_dp": shard_dp, "pp": self.pp}
+        return dense | {"ep": self.ep, "edp": self.edp}
 
     def _numbered(self, parts: Iterable[str]) -> tuple[list[str], Array]:
         """Names of the dense axes, or of the experts' if `parts` has one, slowest first, and the ranks along them."""
@@ -199,7 +199,7 @@ class Topology:
     @cached_property
     def _experts(self) -> tuple[list[str], Array]:
         """The ranks of every stage, ascending, cut anew: which is the order's own numbering, or else was refused."""
-        names = ["pp", *(_folded(axis) for axis in reversed(self.order.split("-")) if axis not in ("cp", "pp"))]
+        names = ["pp", *_of_experts(list(reversed(self.order.split("-"))))]
         dense, ranks = self._dense
         stages = np.moveaxis(ranks, dense.index("pp"), 0)
         return names, stages.reshape([self._degrees[name] for name in names])
@@ -211,11 +211,11 @@ class Topology:
         """
         faster = self.order.split("-")[: self.order.split("-").index("pp")]
         apart = prod(getattr(self, axis) for axis in faster if axis != "ep")
-        apart_experts = prod(getattr(self, _folded(axis)) for axis in faster if axis != "cp")
-        if self.pp > 1 and self.etp * self.ep > 1 and apart != apart_experts:
+        apart_experts = prod(self._degrees[axis] for axis in _of_experts(faster))
+        if self.pp > 1 and self.ep > 1 and apart != apart_experts:
             moved = "-".join([*(axis for axis in self.order.split("-") if axis != "pp"), "pp"])
             raise SpecError(
-                f'order "{self.order}" with etp {self.etp} x ep {self.ep} numbers the pipeline groups of attention '
+                f'order "{self.order}" with ep {self.ep} numbers the pipeline groups of attention '
                 f"0, {apart}, ... and those of the experts 0, {apart_experts}, ...: a stage would have other ranks for each",
                 hint=f'put pp last: "{moved}"',
             )
@@ -238,9 +238,9 @@ def _at_least_one(name: str, value: int) -> int:
     return value
 
 
-def _folded(axis: str) -> str:
-    """What the experts have in the place of an axis."""
-    return {"tp": "etp", "dp": "edp"}.get(axis, axis)
+def _of_experts(axes: Sequence[str]) -> list[str]:
+    """The axes of the experts in the places of these."""
+    return [{"ep": "ep", "dp": "edp"}[axis] for axis in axes if axis in ("ep", "dp")]
 
 
 def _sorted(table: Array) -> Groups:
@@ -253,7 +253,7 @@ def _parts(axes: Sequence[str]) -> list[str]:
     if unknown := [axis for axis in axes if axis not in _DENSE | _EXPERT | {"pp"}]:
         raise SpecError(
             f"axis {unknown[0]!r} of {named!r} is not known",
-            hint="axes are tp, cp, dp, pp; replica and shard, for HSDP; etp, ep, edp, of experts; joined as in dp-cp",
+            hint="axes are tp, cp, dp, pp; replica and shard, for HSDP; ep, edp, of experts; joined as in dp-cp",
         )
     parts = [part for axis in axes for part in _PARTS.get(axis, (axis,))]
     if twice := [part for part in parts if parts.count(part) > 1]:
@@ -261,7 +261,7 @@ def _parts(axes: Sequence[str]) -> list[str]:
     if (dense := _DENSE & set(axes)) and (experts := _EXPERT & set(axes)):
         raise SpecError(
             f"{named!r} mixes {', '.join(sorted(dense))} with {', '.join(sorted(experts))}: the axes of attention "
-            "(tp, cp, dp) and of experts (etp, ep, edp) number the same ranks in two ways",
+            "(tp, cp, dp) and of experts (ep, edp) number the same ranks in two ways",
             hint="take axes of one kind; pp goes with either",
         )
     return parts

@@ -1,31 +1,17 @@
 """Whether a model, a route and a pipeline schedule fit a topology: said before a process starts, with what would fit."""
 
-from dataclasses import dataclass
 from math import gcd
 
 from longspan.errors import SpecError
+from longspan.names import AUTO
 from longspan.plan.plan import check_heads
-from longspan.plan.routes import AUTO, degrees_of
+from longspan.plan.routes import degrees_of
 from longspan.topology.axes import Topology, any_of, divisors
+from longspan.topology.model_shape import ModelShape
 from longspan.topology.nodes import Nodes, short_ranks
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 """Of a pipeline; all but the first may have several stages on a rank."""
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """What of a decoder has to be divided: counts of layers, heads and experts, and the widths that TP cuts.
-
-    `num_experts` 0 is a model without experts.
-    """
-
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    ffn_width: int
-    vocab_size: int
-    num_experts: int = 0
 
 
 def check_model(
@@ -35,21 +21,22 @@ def check_model(
     route: str = "ring",
     inner: int | None = None,
     sp: bool = True,
-    accumulation: int = 1,
+    gradient_accumulation_steps: int = 1,
     schedule: str = "1f1b",
     stages_per_rank: int = 1,
     ranks_per_node: int | None = None,
 ) -> None:
     """Raise `SpecError` unless every axis divides what it shards.
 
-    `route` and `inner` are those of attention over cp; `sp` is sequence parallelism on the TP ranks; `accumulation` counts
-    the micro-batches of a step, which a pipeline runs by `schedule` over pp x `stages_per_rank` stages. `ranks_per_node`
+    `route` and `inner` are those of attention over cp; `sp` is sequence parallelism on the TP ranks;
+    `gradient_accumulation_steps`
+    counts the micro-batches of a step, which a pipeline runs by `schedule` over pp x `stages_per_rank` stages. `ranks_per_node`
     refuses TP groups that lie across nodes; None does not look.
     """
     _check_tp(topology, shape, sp)
     _check_route(topology, shape, route, inner)
     _check_experts(topology, shape, sp)
-    _check_pipeline(topology, shape, accumulation, schedule, stages_per_rank)
+    _check_pipeline(topology, shape, gradient_accumulation_steps, schedule, stages_per_rank)
     if ranks_per_node is not None:
         _check_nodes(topology, ranks_per_node)
 
@@ -62,7 +49,7 @@ def _check_tp(topology: Topology, shape: ModelShape, sp: bool) -> None:
     cut = {
         "query heads": shape.num_heads,
         "KV heads": shape.num_kv_heads,
-        "ffn_width": shape.ffn_width,
+        "intermediate_size": shape.experts.shared_intermediate_size if shape.experts else shape.intermediate_size,
         "vocab_size": shape.vocab_size,
     }
     fits = any_of(divisors(gcd(*cut.values())))
@@ -71,7 +58,7 @@ def _check_tp(topology: Topology, shape: ModelShape, sp: bool) -> None:
             heads = name.endswith("heads")
             raise SpecError(
                 f"tp={tp} does not divide {number} {name}" if heads else f"tp={tp} does not divide {name}={number}",
-                hint=f"tp divides heads, ffn_width and vocab_size: set it to {fits}"
+                hint=f"tp divides heads, intermediate_size and vocab_size: set it to {fits}"
                 + ("" if heads else f"; or make {name} a multiple, such as {-(-number // tp) * tp}"),
             )
 
@@ -84,12 +71,7 @@ def _check_route(topology: Topology, shape: ModelShape, route: str, inner: int |
 
 
 def _check_experts(topology: Topology, shape: ModelShape, sp: bool) -> None:
-    ep, num = topology.ep, shape.num_experts
-    if topology.etp != 1:
-        raise SpecError(
-            f"etp={topology.etp} is not supported: an expert is whole on its rank",
-            hint="set etp to 1: TP ranks hold tokens of their own under sequence parallelism and serve as expert ranks",
-        )
+    ep, num = topology.ep, shape.experts.num_experts if shape.experts else 0
     if ep > 1 and not num:
         raise SpecError(f"ep={ep} for a model without experts", hint="set ep to 1, or give the model num_experts")
     if num and num % ep:
@@ -106,10 +88,10 @@ def _check_experts(topology: Topology, shape: ModelShape, sp: bool) -> None:
 
 
 def _check_pipeline(
-    topology: Topology, shape: ModelShape, accumulation: int, schedule: str, stages_per_rank: int
+    topology: Topology, shape: ModelShape, gradient_accumulation_steps: int, schedule: str, stages_per_rank: int
 ) -> None:
     pp, stages = topology.pp, topology.pp * stages_per_rank
-    _check_schedule(pp, schedule, accumulation, stages_per_rank)
+    _check_schedule(pp, schedule, gradient_accumulation_steps, stages_per_rank)
     if pp > 1 and stages > shape.num_layers:
         each = f" x stages_per_rank={stages_per_rank}" if stages_per_rank > 1 else ""
         raise SpecError(
@@ -117,25 +99,28 @@ def _check_pipeline(
             hint=f"a stage has at least one layer: set pp to at most {max(1, shape.num_layers // stages_per_rank)}"
             + ("; or lower stages_per_rank" if each else ""),
         )
-    if accumulation < pp:
+    if gradient_accumulation_steps < pp:
         raise SpecError(
-            f"accumulation={accumulation} is less than pp={pp}: with fewer micro-batches than stages some would always idle",
-            hint=f"set accumulation to {pp} or more; or lower pp",
+            f"gradient_accumulation_steps={gradient_accumulation_steps} is less than pp={pp}: with fewer micro-batches "
+            "than stages some would always idle",
+            hint=f"set gradient_accumulation_steps to {pp} or more; or lower pp",
         )
-    if pp > 1 and schedule != "1f1b" and accumulation % pp:
-        below = accumulation // pp * pp
+    if pp > 1 and schedule != "1f1b" and gradient_accumulation_steps % pp:
+        below = gradient_accumulation_steps // pp * pp
         raise SpecError(
-            f"accumulation={accumulation} is not a multiple of pp={pp}, which schedule {schedule!r} needs",
-            hint=f"set accumulation to {below} or {below + pp}; or schedule to '1f1b'",
+            f"gradient_accumulation_steps={gradient_accumulation_steps} is not a multiple of pp={pp}, "
+            f"which schedule {schedule!r} needs",
+            hint=f"set gradient_accumulation_steps to {below} or {below + pp}; or schedule to '1f1b'",
         )
 
 
-def _check_schedule(pp: int, schedule: str, accumulation: int, stages_per_rank: int) -> None:
+def _check_schedule(pp: int, schedule: str, gradient_accumulation_steps: int, stages_per_rank: int) -> None:
     if schedule not in SCHEDULES:
         raise SpecError(f"schedule {schedule!r} is not known", hint=f"choose one of {', '.join(SCHEDULES)}")
-    if accumulation < 1 or stages_per_rank < 1:
+    if gradient_accumulation_steps < 1 or stages_per_rank < 1:
         raise SpecError(
-            f"accumulation={accumulation}, stages_per_rank={stages_per_rank}: both are counts from 1",
+            f"gradient_accumulation_steps={gradient_accumulation_steps}, stages_per_rank={stages_per_rank}: "
+            "both are counts from 1",
             hint="leave them out for 1",
         )
     if schedule != SCHEDULES[0] and pp == 1:

@@ -124,7 +124,7 @@ class Nodes:
     def _changed(self, **degrees: int) -> "Nodes | None":
         """The same world and nodes with other degrees, dp taking what is left, if there is such a topology."""
         old = self.topology
-        kept = {name: getattr(old, name) for name in ("tp", "pp", "cp", "ep", "etp", "replicas", "order")}
+        kept = {name: getattr(old, name) for name in ("tp", "pp", "cp", "ep", "dp_replicate", "order")}
         try:
             return replace(self, topology=Topology.of(old.world, **{**kept, **degrees}))
         except SpecError:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from longspan.errors import CheckpointError, SpecError
 from longspan.model import Decoder, ModelConfig, save_pretrained
+from longspan.names import with_current_names
 from longspan.train.optim import LossScale
 from longspan.train.parallel import gather_whole
 from longspan.train.step import TrainStep
@@ -103,7 +104,7 @@ def _joined(states: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]
 def read_record(folder: Path) -> dict[str, Any]:
     """`run.json` of a checkpoint."""
     try:
-        record: dict[str, Any] = json.loads((folder / "run.json").read_text())
+        record: dict[str, Any] = with_current_names(json.loads((folder / "run.json").read_text()))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} is not a whole checkpoint: run.json: {error}") from None
     return record

@@ -60,7 +60,7 @@ class Meter:
     """What turns tokens, pairs and seconds of a run into its `Speed`."""
 
     model: ModelConfig
-    row_tokens: int
+    seq_len: int
     devices: int
     peak: float | None
     """FLOP/s of a device: see `peak_flops`."""
@@ -69,7 +69,7 @@ class Meter:
         """Of all devices together in `seconds`: `tokens` of the rows, and their visible pairs, summed over layers."""
         each = seconds * self.devices
         done = step_flops(self.model, tokens, pairs)
-        full = step_flops(self.model, tokens, tokens * self.row_tokens * self.model.num_layers)
+        full = step_flops(self.model, tokens, tokens * self.seq_len * self.model.num_layers)
         return Speed(
             seconds=seconds,
             tokens_per_second=_over(tokens, seconds),
@@ -91,15 +91,15 @@ def multiplying_parameters(model: ModelConfig) -> int:
     Not the embedding, which is looked up (tied, its matrix counts once, as the head), and not norms. Of experts the router, the
     `top_k` that a token goes to, and the shared one.
     """
-    attention = model.width * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
+    attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     experts = model.experts
     if experts is None:
-        assert model.ffn_width is not None, "the configuration has one of ffn_width and experts"
-        feed_forward = 3 * model.width * model.ffn_width
+        assert model.intermediate_size is not None, "the configuration has one of intermediate_size and experts"
+        feed_forward = 3 * model.hidden_size * model.intermediate_size
     else:
-        active = experts.top_k * experts.ffn_width + experts.shared_ffn_width
-        feed_forward = model.width * (experts.num_experts + 3 * active)
-    return model.num_layers * (attention + feed_forward) + model.vocab_size * model.width
+        active = experts.top_k * experts.intermediate_size + experts.shared_intermediate_size
+        feed_forward = model.hidden_size * (experts.num_experts + 3 * active)
+    return model.num_layers * (attention + feed_forward) + model.vocab_size * model.hidden_size
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:

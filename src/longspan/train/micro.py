@@ -15,12 +15,13 @@ from torch import nn
 from longspan.comm.meshes import Meshes
 from longspan.comm.upload import upload
 from longspan.cp.context import Sequence as Sharded
+from longspan.cp.masks import documents_mask
 from longspan.cp.upipe import Projections, Transform
 from longspan.data import Batch
 from longspan.model import Attend, Routing, SelfAttention, WholeLayer, count_targets
-from longspan.model.model_config import ExpertsConfig, ModelConfig, window_of
-from longspan.plan import STAGED, Mask
-from longspan.plan.mask import Band
+from longspan.model.model_config import ExpertsConfig, ModelConfig
+from longspan.names import window_of
+from longspan.plan import Mask
 from longspan.train.train_config import TrainConfig
 
 Tensor = torch.Tensor
@@ -88,7 +89,7 @@ def make_micro(
 
 
 def _attend(sequence: Sharded, config: TrainConfig) -> Attend:
-    if config.parallel.route != STAGED:
+    if not sequence.staged:
         return lambda q, k, v, mask: sequence.attention(q, k, v, mask=mask)
     heads_per_stage = config.parallel.heads_per_stage
 
@@ -120,23 +121,4 @@ def visible_pairs(batch: Batch, model: ModelConfig) -> int:
 
 def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
     """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
-    return {name: mask_of(batch, window_of(name)) for name in names}
-
-
-def mask_of(batch: Batch, window: int | None = None) -> Mask:
-    """Causal within each document, and to all of its parent: what `Mask.shared_prefix` is for one prompt.
-
-    A window counts positions. Between a document and its parent those are nearer than their places on the token axis, by
-    the tokens that lie between the two, so the bound of `i - j` is farther by as much.
-    """
-    mask = Mask.documents(batch.lengths, window=window)
-    if not batch.parents:
-        return mask
-    stops = np.cumsum(batch.lengths).tolist()
-    bands: list[Band] = [tuple(band) for band in mask.array.tolist()]
-    for stop, length, parent in zip(stops, batch.lengths, batch.parents, strict=True):
-        if parent >= 0:
-            start, seen = stop - length, stops[parent]
-            hi = None if window is None else window - 1 + start - seen
-            bands.append((start, stop, seen - batch.lengths[parent], seen, None, hi))
-    return Mask.bands(batch.seq_len, bands)
+    return {name: documents_mask(batch.lengths, batch.parents, window_of(name)) for name in names}

@@ -3,9 +3,10 @@
 import torch
 
 from longspan.model import Decoder, ModelConfig, load_weights, read_config
+from longspan.names import DTYPES
 from longspan.train.train_config import TrainConfig
 
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items()}
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
@@ -29,7 +30,7 @@ def meta_model(config: TrainConfig, part: range | None = None) -> Decoder:
         model = Decoder(
             model_config(config), recompute=config.recompute, dropout=config.dropout, seed=config.seed, part=part
         )
-    return model.to(torch.promote_types(DTYPES[config.dtype], torch.float32))
+    return model.to(torch.promote_types(TORCH_DTYPES[config.dtype], torch.float32))
 
 
 def first_weights(model: Decoder, config: TrainConfig) -> None:

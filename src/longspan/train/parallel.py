@@ -17,14 +17,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.comm.meshes import Meshes
 from longspan.model import Decoder, MixtureOfExperts, apply_expert_parallel, apply_tensor_parallel
-from longspan.train.axes import stage_layers
-from longspan.train.model import DTYPES, first_weights, meta_model, model_config
+from longspan.names import DTYPES
+from longspan.train.axes import stages_of
+from longspan.train.model import TORCH_DTYPES, first_weights, meta_model, model_config
 from longspan.train.train_config import TrainConfig
 
 
 def make_stages(config: TrainConfig, meshes: Meshes) -> list[nn.Module]:
     """This rank's stages, wrapped, with their first weights: stage `pp rank`, then every pp-th. Without pp there is one."""
-    layers = stage_layers(config, model_config(config))[meshes.data["pp"].get_local_rank() :: meshes.topology.pp]
+    layers = stages_of(config, model_config(config))[meshes.data["pp"].get_local_rank() :: meshes.topology.pp]
     return [wrap(meta_model(config, part), meshes, config) for part in layers]
 
 
@@ -52,11 +53,11 @@ def wrap(model: Decoder, meshes: Meshes, config: TrainConfig) -> nn.Module:
 
 def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
     """One FSDP2 unit per block, and one for the experts of each, which other ranks share."""
-    low = DTYPES[config.dtype] if config.dtype in ("bf16", "fp16") else None
+    low = TORCH_DTYPES[config.dtype] if DTYPES[config.dtype].mixed else None
     policy = MixedPrecisionPolicy(
         param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
     )
-    shards = meshes.weights["replica", "shard"] if meshes.topology.replicas > 1 else meshes.weights["shard"]
+    shards = meshes.weights["replica", "shard"] if meshes.topology.dp_replicate > 1 else meshes.weights["shard"]
     # Zero-bubble takes gradients by weights later on, and would not find those that a unit has given back in between.
     kept = config.parallel.schedule == "zero-bubble"
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=False if kept else None)

@@ -18,10 +18,10 @@ from longspan.comm.traffic import record
 from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.errors import CheckpointError, DivergedError, SpecError
 from longspan.train import checkpoint
-from longspan.train.axes import topology_of
+from longspan.train.axes import nodes_of, run_shape, topology_of
 from longspan.train.flops import Meter, Speed, peak_flops
 from longspan.train.memory.preflight import preflight, tell
-from longspan.train.memory.start_table import Start, degrees, nodes_of
+from longspan.train.memory.start_table import Start, degrees
 from longspan.train.micro import visible_pairs
 from longspan.train.model import model_config
 from longspan.train.monitor import Monitor
@@ -82,13 +82,16 @@ def reckon(config: TrainConfig, store: TokenStore) -> Start:
     """The numbers of a run before it starts."""
     topology = topology_of(config)
     loader = make_loader(config, store, dp_rank=0, dp_size=topology.dp)
-    return Start(expected(config), nodes_of(config, topology), loader.steps_per_epoch(topology.dp, config.accumulation))
+    return Start(
+        expected(config),
+        nodes_of(config, topology),
+        loader.steps_per_epoch(topology.dp, config.gradient_accumulation_steps),
+    )
 
 
 def expected(config: TrainConfig) -> Budget:
     """What each rank is expected to hold, on the device of the run."""
-    device = device_type(config.parallel.device)
-    return budget_of(config, model_config(config), topology_of(config), device)
+    return budget_of(run_shape(config, model_config(config), device_type(config.parallel.device)))
 
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
@@ -170,7 +173,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
         for index in range(done, config.steps):
             began = time.perf_counter()
             with record("waiting") as calls:
-                batches = [next(loader) for _ in range(config.accumulation)]
+                batches = [next(loader) for _ in range(config.gradient_accumulation_steps)]
                 result = step(batches, index)
             check_finite(result, index + 1, config.dtype, step.scale.value)
             seconds = time.perf_counter() - began
@@ -213,7 +216,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
 def meter_of(config: TrainConfig, device_type: str, devices: int) -> Meter:
     """For as many devices like this rank's. A CPU has no peak."""
     peak = peak_flops(torch.cuda.get_device_name(), config.dtype) if device_type == "cuda" else None
-    return Meter(model_config(config), config.data.row_tokens, devices, peak)
+    return Meter(model_config(config), config.data.seq_len, devices, peak)
 
 
 def join(config: TrainConfig) -> Meshes:
@@ -227,7 +230,7 @@ def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore) -> float:
     """Mean loss over held-out rows. Collective."""
     dp = step.meshes.data["dp"]
     data = config.data
-    rows = eval_batches(store, data.row_tokens, dp.get_local_rank(), dp.size(), config.eval_rows, data.fit_options)
+    rows = eval_batches(store, data.seq_len, dp.get_local_rank(), dp.size(), config.eval_rows, data.fit_options)
     return step.evaluate(list(rows))
 
 

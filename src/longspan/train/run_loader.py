@@ -11,13 +11,13 @@ def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: i
     """
     return Loader(
         store,
-        row_tokens=config.data.row_tokens,
-        rows_per_batch=config.rows_per_batch,
+        seq_len=config.data.seq_len,
+        micro_batch_size=config.micro_batch_size,
         dp_rank=dp_rank,
         dp_size=dp_size,
         seed=config.data.seed,
         shuffle=config.data.shuffle,
         fit=config.data.fit_options,
-        rows_per_step=config.accumulation * config.rows_per_batch * (config.parallel.dp or dp_size),
+        rows_per_step=config.gradient_accumulation_steps * config.micro_batch_size * (config.parallel.dp or dp_size),
         manifest=None if config.data.manifest is None else read_manifest(config.data.manifest),
     )

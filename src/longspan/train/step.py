@@ -7,7 +7,6 @@ tokens of the global batch, whatever is sharded, summed or averaged on the way.
 """
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,20 +17,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.advise import Costs
-from longspan.advise.choose import reckon
 from longspan.comm.meshes import Meshes
 from longspan.comm.transport import transport_of
 from longspan.cp.context import ContextParallel
 from longspan.data import Batch
 from longspan.errors import SpecError
 from longspan.model import ModelConfig, mean_loss_scale
-from longspan.plan import BALANCED, STAGED, Layout, Mask, head_stages, plan_attention
-from longspan.plan.comm_dtype import ITEMSIZES
+from longspan.plan import head_stages
 from longspan.topology import check_model
-from longspan.train.axes import heads_of, ranks_per_node, shape_of, slots_multiple_of, stages_per_rank, topology_of
+from longspan.train.axes import nodes_of, pad_to_multiple_of, planner_of, shape_of, stages_per_rank, topology_of
 from longspan.train.micro import Micro, make_micro, masks_of
-from longspan.train.model import DTYPES
+from longspan.train.model import TORCH_DTYPES
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
 from longspan.train.parallel import decoder_of, is_owner
 from longspan.train.pipeline import Pipeline
@@ -190,63 +186,37 @@ class TrainStep:
                 stage.require_backward_grad_sync = last
 
     def _is_second(self, stage: nn.Module, name: str) -> bool:
-        """Of tied embeddings, the copy on the last of several stages."""
+        """Whether this is the last stage's duplicate of a tied embedding."""
         return name == "embed_tokens.weight" and 0 not in decoder_of(stage).part
 
 
 def make_context(config: TrainConfig, model: ModelConfig, meshes: Meshes) -> ContextParallel:
     """Context parallelism of a run, over the heads and slots that its other axes leave."""
-    parallel = config.parallel
-    costs, whole_below = costs_of(config, model)
-    return ContextParallel(
-        meshes.data["cp"],
-        layout=parallel.layout,
-        route=parallel.route,
-        heads=heads_of(config, model),
-        inner=parallel.inner,
-        kernel=parallel.kernel,
-        wire_dtype=parallel.wire_dtype,
-        slots_multiple_of=slots_multiple_of(config),
-        tp=parallel.tp,
-        costs=costs,
-        layers=Counter(model.mask_names) if parallel.layout == BALANCED else None,
-        whole_below=whole_below,
-    )
+    planner = planner_of(config, model, meshes.topology)
+    return ContextParallel.by(meshes.data["cp"], planner, config.parallel.kernel)
 
 
 def make_pipeline(step: TrainStep, config: TrainConfig) -> Pipeline:
     """The stages of a step as a pipeline, for the slots of the longest row."""
     parallel = config.parallel
-    slots = slots_multiple_of(config)
+    slots = pad_to_multiple_of(config)
     assert slots is not None, "a pipeline has fixed slots"
     ids = torch.empty(1, slots, dtype=torch.int64, device="meta")
     rows = slots // parallel.tp if parallel.sp else slots
-    width, dtype = step.model_config.width, DTYPES[config.dtype]
-    hidden = torch.empty(1, rows, width, dtype=dtype, device="meta", requires_grad=True)
-    return Pipeline(step.stages, step.meshes, parallel.schedule, config.accumulation, ids, hidden)
-
-
-def costs_of(config: TrainConfig, model: ModelConfig) -> tuple[Costs, int]:
-    """What route "auto" and layout "balanced" reckon with, for this model's heads and type: see `reckon`."""
-    parallel = config.parallel
-    return reckon(parallel.costs, parallel.layout, heads_of(config, model), model.head_dim, ITEMSIZES[config.dtype])
+    hidden_size, dtype = step.model_config.hidden_size, TORCH_DTYPES[config.dtype]
+    hidden = torch.empty(1, rows, hidden_size, dtype=dtype, device="meta", requires_grad=True)
+    return Pipeline(step.stages, step.meshes, parallel.schedule, config.gradient_accumulation_steps, ids, hidden)
 
 
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
-    """Refuse what no rank could carry out, before there is one: a plan of one token a rank is refused for the same."""
-    parallel = config.parallel
-    topology = topology_of(config)
+    """Raise `SpecError` for what no rank could carry out, before a process is started."""
+    parallel, topology = config.parallel, topology_of(config)
     check_model(
         topology, shape_of(model), route=parallel.route, inner=parallel.inner, sp=parallel.sp,
-        accumulation=config.accumulation, schedule=parallel.schedule, stages_per_rank=stages_per_rank(config),
-        ranks_per_node=ranks_per_node(config, topology),
+        gradient_accumulation_steps=config.gradient_accumulation_steps, schedule=parallel.schedule,
+        stages_per_rank=stages_per_rank(config), ranks_per_node=nodes_of(config, topology).ranks_per_node,
     )  # fmt: skip
-    mask = Mask.causal(parallel.cp)
-    layout = Layout.named(parallel.layout, parallel.cp, parallel.cp, masks=[mask])
-    plan = plan_attention(
-        layout, mask, parallel.route, heads_of(config, model), parallel.inner, tp=parallel.tp,
-        wire_dtype=parallel.wire_dtype, costs=costs_of(config, model)[0],
-    )  # fmt: skip
+    plan = planner_of(config, model, topology).check()
     heads = plan.rank_plan(0).heads
-    if parallel.route == STAGED and heads is not None:
+    if plan.staged and heads is not None:
         head_stages(heads, parallel.heads_per_stage)

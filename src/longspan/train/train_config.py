@@ -1,26 +1,25 @@
 """The configuration of a run: one frozen record from a TOML file and `--set` overrides, checked when it is made."""
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from longspan.data.data_config import DataConfig
 from longspan.errors import SpecError
 from longspan.model.model_config import ModelConfig
+from longspan.names import AUTO, BALANCED, COMM_DTYPES, DTYPES, KERNELS, LAYOUTS, RENAMED, ROUTES, check_name
 
 Positive = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
-Dtype = Literal["fp64", "fp32", "bf16", "fp16"]
-LayoutName = Literal["contiguous", "zigzag", "striped", "balanced"]
-RouteName = Literal[
-    "ring", "allgather", "rotate", "exchange", "ulysses", "upipe", "usp", "ring-ulysses", "allgather-ulysses",
-    "rotate-ulysses", "exchange-ulysses", "ulysses-ring", "auto",
-]  # fmt: skip
-"""The names of `longspan.plan.ROUTES`, written out: this file serves the CP=1 side of verify, which imports nothing of plan/."""
-WireDtype = Literal["bf16", "fp8"]
+Dtype = Annotated[str, AfterValidator(partial(check_name, "dtype", known=DTYPES))]
+LayoutName = Annotated[str, AfterValidator(partial(check_name, "layout", known=LAYOUTS))]
+RouteName = Annotated[str, AfterValidator(partial(check_name, "route", known=(AUTO, *ROUTES)))]
+CommDtype = Annotated[str, AfterValidator(partial(check_name, "comm_dtype", known=COMM_DTYPES))]
+KernelName = Annotated[str, AfterValidator(partial(check_name, "kernel", known=(AUTO, *KERNELS)))]
 
 
 class _Record(BaseModel):
@@ -35,18 +34,19 @@ class ParallelConfig(_Record):
     dp: Positive | None = None
     """Groups of ranks that read different rows; None: what the world leaves under torchrun, else 1."""
     tp: Positive = 1
-    """Ranks that share heads, MLP width and vocabulary."""
+    """Ranks that share heads, MLP features and vocabulary."""
     sp: bool = True
     """Megatron's sequence parallelism: norms, residuals and dropout work on 1/tp of a rank's tokens. Means nothing to tp=1."""
     pp: Positive = 1
-    """Ranks that share the layers, as stages of a pipeline. `accumulation` micro-batches run through it in each step."""
+    """Ranks that share the layers, as stages of a pipeline. `gradient_accumulation_steps` micro-batches run through
+    it in each step."""
     schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """In what order the stages of a pipeline work."""
     stages_per_rank: Positive | None = None
     """Stages of each rank; None: 1, or 2 for schedule "interleaved"."""
     ep: Positive = 1
     """Ranks that share the experts of a layer."""
-    replicas: Positive = 1
+    dp_replicate: Positive = 1
     """HSDP: copies of the sharded weights, over dp; 1: weights are sharded over all of dp x cp."""
     order: str = "tp-cp-ep-dp-pp"
     """The axes, neighbouring ranks first."""
@@ -59,13 +59,13 @@ class ParallelConfig(_Record):
     """Inner degree of a route with two levels; None: chosen."""
     heads_per_stage: Positive | None = None
     """Query heads that route "upipe" works on at a time; None: the least that fits."""
-    wire_dtype: WireDtype | None = None
+    comm_dtype: CommDtype | None = None
     """Keys and values are rounded to this type on their way to other ranks; None: they travel as they are."""
     costs: Path | None = None
     """What `longspan bench calibrate` measured on this cluster: for route "auto", and for layout "balanced", which then keeps
     documents whole that are too short for a cut to pay."""
-    kernel: Literal["auto", "flash3", "cudnn", "sdpa", "flash2", "efficient", "flex", "reference"] = "auto"
-    slots_multiple_of: Positive | None = None
+    kernel: KernelName = AUTO
+    pad_to_multiple_of: Positive | None = None
     """Pad each rank's local length with dead slots to a multiple; None: exact lengths."""
     wrapper: Literal["fsdp", "ddp"] = "fsdp"
     """FSDP2 shards parameters, gradients and moments over dp x cp; DDP keeps them whole (fp32 and fp64, tp, pp, ep of 1)."""
@@ -105,10 +105,10 @@ class TrainConfig(_Record):
     run_dir: Path = Path("runs/default")
     """Metrics, TensorBoard events and checkpoints go here."""
     steps: Positive = 100
-    rows_per_batch: Positive = 1
-    """Rows of `data.row_tokens` on the token axis of one micro-batch."""
-    accumulation: Positive = 1
-    """Micro-batches of an optimizer step. Global batch = rows_per_batch x dp x accumulation rows."""
+    micro_batch_size: Positive = 1
+    """Rows of `data.seq_len` on the token axis of one micro-batch."""
+    gradient_accumulation_steps: Positive = 1
+    """Micro-batches of an optimizer step. Global batch = micro_batch_size x dp x gradient_accumulation_steps rows."""
     dropout: Fraction = 0.0
     """Of what attention and MLP add to a token. Which elements it meets follows from the token, so losses stay the same at
     every degree."""
@@ -118,7 +118,7 @@ class TrainConfig(_Record):
     """"block": keep each block's input and attention output, compute the rest again in backward (repeats no hop). "full":
     keep the input alone, and attend again."""
     compile: bool = False
-    """Compile each block, in one graph. New local lengths compile anew: parallel.slots_multiple_of keeps them few."""
+    """Compile each block, in one graph. New local lengths compile anew: parallel.pad_to_multiple_of keeps them few."""
     eval_every: Positive | None = None
     """Steps between evaluations on held-out rows; there is one at the end too. None: never."""
     eval_rows: Positive | None = 8
@@ -146,12 +146,12 @@ class TrainConfig(_Record):
                 "both model and init_from are given" if self.model else "neither model nor init_from is given",
                 hint="give [model] to start from random weights, or init_from to start from a folder",
             )
-        if self.parallel.wrapper == "ddp" and self.dtype in ("bf16", "fp16"):
+        if self.parallel.wrapper == "ddp" and DTYPES[self.dtype].mixed:
             raise SpecError(
                 f'dtype="{self.dtype}" with parallel.wrapper="ddp": DDP keeps one copy of the weights, in fp32',
                 hint='use parallel.wrapper="fsdp" for bf16 and fp16',
             )
-        sharded = {name: getattr(self.parallel, name) for name in ("tp", "pp", "ep", "replicas")}
+        sharded = {name: getattr(self.parallel, name) for name in ("tp", "pp", "ep", "dp_replicate")}
         if self.parallel.wrapper == "ddp" and (above := {name: size for name, size in sharded.items() if size > 1}):
             given = ", ".join(f"{name}={size}" for name, size in above.items())
             raise SpecError(
@@ -163,9 +163,10 @@ class TrainConfig(_Record):
                 f"defer_reduction=false with pp={self.parallel.pp}: a pipeline reduces once, behind its last micro-batch",
                 hint="leave defer_reduction at true",
             )
-        if self.parallel.route == "upipe" and self.parallel.tp > 1:
+        staged = self.parallel.route != AUTO and ROUTES[self.parallel.route].staged
+        if staged and self.parallel.tp > 1:
             raise SpecError(
-                f'route "upipe" with tp={self.parallel.tp}: it holds the projections of a layer whole',
+                f'route "{self.parallel.route}" with tp={self.parallel.tp}: it holds the projections of a layer whole',
                 hint='set tp=1, or route "ulysses"',
             )
         if self.compile and (self.parallel.tp > 1 or self.parallel.pp > 1):
@@ -184,25 +185,26 @@ class TrainConfig(_Record):
                 "the block again",
                 hint='set recompute="none", or schedule "1f1b" or "interleaved"',
             )
-        if self.parallel.heads_per_stage is not None and self.parallel.route != "upipe":
+        if self.parallel.heads_per_stage is not None and not staged:
             raise SpecError(
                 f"parallel.heads_per_stage={self.parallel.heads_per_stage} means nothing to route {self.parallel.route!r}",
-                hint='leave it out, or set parallel.route="upipe"',
+                hint=f'leave it out, or set parallel.route="{next(name for name, route in ROUTES.items() if route.staged)}"',
             )
-        if self.parallel.costs is not None and self.parallel.route != "auto" and self.parallel.layout != "balanced":
+        if self.parallel.costs is not None and self.parallel.route != AUTO and self.parallel.layout != BALANCED:
             raise SpecError(
                 f"parallel.costs={self.parallel.costs} means nothing to route {self.parallel.route!r}, which is chosen, and "
                 f"layout {self.parallel.layout!r}",
                 hint='leave it out, or set parallel.route="auto" or parallel.layout="balanced"',
             )
-        if self.parallel.route == "upipe" and self.recompute != "none":
+        if staged and self.recompute != "none":
             raise SpecError(
-                f'recompute="{self.recompute}" with route "upipe", which computes attention again in backward by itself',
+                f'recompute="{self.recompute}" with route "{self.parallel.route}", '
+                "which computes attention again in backward by itself",
                 hint='set recompute="none", or another route',
             )
-        if self.parallel.route == "upipe" and self.compile:
+        if staged and self.compile:
             raise SpecError(
-                'compile=true with route "upipe", which is no operator that compiled code could call',
+                f'compile=true with route "{self.parallel.route}", which is no operator that compiled code could call',
                 hint="set compile=false, or another route",
             )
         if self.optim.warmup_steps > self.steps:
@@ -242,7 +244,20 @@ def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         ) from None
     for override in overrides:
         _apply(values, override)
+    if old := list(_old_keys(values)):
+        raise SpecError(
+            f"{path}: {', '.join(f'{place} is now {new}' for place, new in old)}", hint="give these keys the new names"
+        )
     return values
+
+
+def _old_keys(values: dict[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
+    """Keys that had another name before, each with its section, and the new name."""
+    for key, value in values.items():
+        if key in RENAMED:
+            yield section + key, section + RENAMED[key]
+        if isinstance(value, dict):
+            yield from _old_keys(value, f"{section}{key}.")
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from longspan.comm.devices import device_type
 from longspan.data import Batch, open_store
 from longspan.model import Decoder, Routing
-from longspan.model.model_config import window_of
-from longspan.train.model import DTYPES, make_model
+from longspan.names import DTYPES, window_of
+from longspan.train.model import TORCH_DTYPES, make_model
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
 from longspan.train.run_loader import make_loader
 from longspan.train.train_config import TrainConfig
@@ -41,7 +41,7 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
     scale = LossScale.of_dtype(config.dtype)
     losses, norms, inputs = [], [], []
     for step in range(steps):
-        batches = [next(loader) for _ in range(config.accumulation * (config.parallel.dp or 1))]
+        batches = [next(loader) for _ in range(config.gradient_accumulation_steps * (config.parallel.dp or 1))]
         targets = max(sum(batch.num_targets for batch in batches), 1)
         optimizer.zero_grad()
         factors = scale.value / targets, scale.value / sum(batch.seq_len for batch in batches)
@@ -63,15 +63,15 @@ def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, 
 
     For bf16 and fp16 a copy in that type computes, and its gradients are added to those of the fp32 weights.
     """
-    dtype, wire_dtype = config.dtype, config.parallel.wire_dtype
-    if dtype not in ("bf16", "fp16"):
-        loss = loss_sum(model, batch, wire_dtype, balance)
+    dtype, comm_dtype = config.dtype, config.parallel.comm_dtype
+    if not DTYPES[dtype].mixed:
+        loss = loss_sum(model, batch, comm_dtype, balance)
         (loss * factor).backward()
         return float(loss.detach())
     with torch.device(torch.device(device_type(config.parallel.device))):
-        low = Decoder(model.config, dropout=model.dropout, seed=model.seed).to(DTYPES[dtype])
+        low = Decoder(model.config, dropout=model.dropout, seed=model.seed).to(TORCH_DTYPES[dtype])
     low.load_state_dict(model.state_dict())
-    loss = loss_sum(low, batch, wire_dtype, balance)
+    loss = loss_sum(low, batch, comm_dtype, balance)
     (loss * factor).backward()
     for wide, narrow in zip(model.parameters(), low.parameters(), strict=True):
         if narrow.grad is not None:
@@ -79,14 +79,14 @@ def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, 
     return float(loss.detach())
 
 
-def loss_sum(model: Decoder, batch: Batch, wire_dtype: str | None = None, balance: float = 0.0) -> Tensor:
-    """Sum of the losses of a whole row, attention by plain SDPA within each document, to keys and values as `wire_dtype`
+def loss_sum(model: Decoder, batch: Batch, comm_dtype: str | None = None, balance: float = 0.0) -> Tensor:
+    """Sum of the losses of a whole row, attention by plain SDPA within each document, to keys and values as `comm_dtype`
     rounds them. Backward adds `balance` times the gradient of the experts' balance loss."""
     device = next(model.parameters()).device
     tensors = {name: x.to(device) for name, x in batch.tensors().items()}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
-        k, v = rounded(k, wire_dtype), rounded(v, wire_dtype)
+        k, v = rounded(k, comm_dtype), rounded(v, comm_dtype)
         return attend_documents(q, k, v, batch.lengths, mask, batch.parents)
 
     numbers = None if batch.numbers is None else torch.from_numpy(batch.numbers.copy())[None].to(device)
@@ -154,13 +154,13 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Iterator[Tens
         )  # fmt: skip
 
 
-def rounded(x: Tensor, wire_dtype: str | None) -> Tensor:
+def rounded(x: Tensor, comm_dtype: str | None) -> Tensor:
     """`x (B, K, S, D)` with its elements rounded to bf16, or to fp8 (e4m3) under a power of two for every 32 of a row, which
     brings the greatest to 256 or more. The gradient passes as if nothing had been rounded."""
-    if wire_dtype is None:
+    if comm_dtype is None:
         return x
     with torch.no_grad():
-        if wire_dtype == "bf16":
+        if comm_dtype == "bf16":
             near = x.to(torch.bfloat16).to(x.dtype)
         else:
             blocks = F.pad(x, (0, -x.shape[3] % 32)).unflatten(3, (-1, 32)).float()

@@ -24,7 +24,7 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
     values: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
     model = model_config(config)
     for name, asked, there in (
-        ("layers", cases.layers, model.num_layers), ("tokens", cases.tokens, config.data.row_tokens),
+        ("layers", cases.layers, model.num_layers), ("tokens", cases.tokens, config.data.seq_len),
     ):  # fmt: skip
         if asked is not None and asked > there:
             raise SpecError(
@@ -44,16 +44,14 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
         own = [windows[layer] for layer in kept] if model.windows else ()
         changed = {**model.model_dump(), "num_layers": cases.layers, "windows": own}
         values |= {"model": type(model).model_validate(changed), "init_from": None}
-    if cases.tokens is not None and cases.tokens < config.data.row_tokens:
-        hidden = [
-            window for window in windows if window is not None and cases.tokens <= window < config.data.row_tokens
-        ]
+    if cases.tokens is not None and cases.tokens < config.data.seq_len:
+        hidden = [window for window in windows if window is not None and cases.tokens <= window < config.data.seq_len]
         if hidden:
             raise SpecError(
                 f"in rows of {cases.tokens} tokens a window of {max(hidden)} would hide nothing",
                 hint=f"cut to more than {max(hidden)} tokens",
             )
-        data = config.data.model_dump() | {"row_tokens": cases.tokens, "manifest": None}
+        data = config.data.model_dump() | {"seq_len": cases.tokens, "manifest": None}
         if data["fit"] is not None:
             data["fit"]["buckets"] = [bucket for bucket in data["fit"]["buckets"] if bucket < cases.tokens]
         values["data"] = type(config.data).model_validate(data)
@@ -61,10 +59,10 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
 
 
 def describe_cut(config: TrainConfig, cases: VerifyConfig) -> dict[str, tuple[int, int]]:
-    """What `cut` leaves and what there was, of "layers" and "row_tokens"; without what is whole."""
+    """What `cut` leaves and what there was, of "layers" and "seq_len"; without what is whole."""
     left = cut(config, cases)
     sizes = {
         "layers": (model_config(left).num_layers, model_config(config).num_layers),
-        "row_tokens": (left.data.row_tokens, config.data.row_tokens),
+        "seq_len": (left.data.seq_len, config.data.seq_len),
     }
     return {name: (now, before) for name, (now, before) in sizes.items() if now < before}

@@ -2,7 +2,7 @@
 
 fp64, fp32    losses, gradient norms and every gradient equal those of CP=1 to a fixed relative error
 bf16, fp16    the error against CP=1 in fp32 is at most twice that of CP=1 in the same type, plus rounding noise
-wire_dtype    the error against CP=1 is at most twice that of CP=1 with all keys and values rounded as on the wire, plus noise
+comm_dtype    the error against CP=1 is at most twice that of CP=1 with all keys and values rounded as on the wire, plus noise
 
 Rounding errors of bf16 and fp16 are random: of a gradient their norm says more than the greatest, and what AdamW makes of them
 in later steps shows in the loss alone. So there a gradient's error is that of its norm, and the norm of all is the first step's.
@@ -33,7 +33,7 @@ class Verdict:
     layout: str
     route: str
     dtype: str
-    wire_dtype: str | None
+    comm_dtype: str | None
     loss: float
     grad_norm: float
     loss_error: float
@@ -52,9 +52,9 @@ def judge(case: TrainConfig, seen: Evidence, baseline: Evidence, exact: Evidence
     """`baseline` is CP=1 in the same type, its keys and values rounded if those of `case` are on the wire; `exact` is CP=1 in
     at least fp32, unrounded (for fp64 and fp32 that is the baseline itself, unless it rounds)."""
     dtype, parallel = case.dtype, case.parallel
-    equal = dtype in EXACT and parallel.wire_dtype is None
+    equal = dtype in EXACT and parallel.comm_dtype is None
     judged, order = (None, math.inf) if equal else (1, 2)
-    noise = max(NOISE.get(dtype, 0.0), NOISE.get(parallel.wire_dtype or "", 0.0))
+    noise = max(NOISE.get(dtype, 0.0), NOISE.get(parallel.comm_dtype or "", 0.0))
     losses = _errors(seen.losses, exact.losses)
     norms = _errors(seen.grad_norms, exact.grad_norms)[:judged]
     gradients = gradient_errors(seen.read_gradients(), exact.read_gradients(), order)
@@ -75,7 +75,7 @@ def judge(case: TrainConfig, seen: Evidence, baseline: Evidence, exact: Evidence
         layout=parallel.layout,
         route=parallel.route,
         dtype=dtype,
-        wire_dtype=parallel.wire_dtype,
+        comm_dtype=parallel.comm_dtype,
         loss=seen.losses[0],
         grad_norm=seen.grad_norms[0],
         loss_error=max(losses),

@@ -44,7 +44,7 @@ def run_replay(config: TrainConfig, meshes: Meshes, steps: int, gradients: Path)
         step.stages[0].register_forward_pre_hook(note, with_kwargs=True)
     losses, norms, inputs = [], [], []
     for index in range(steps):
-        loss, *_ = step.backward([next(loader) for _ in range(config.accumulation)])
+        loss, *_ = step.backward([next(loader) for _ in range(config.gradient_accumulation_steps)])
         if index == 0:
             whole = gather_whole(step.stages, meshes, gradients=True)
             if dist.get_rank() == 0:

@@ -32,10 +32,10 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
         _with(
             config,
             dtype=dtype,
-            parallel=_with(config.parallel, cp=cp, layout=layout, **_route(config, route), wire_dtype=wire_dtype),
+            parallel=_with(config.parallel, cp=cp, layout=layout, **_route(config, route), comm_dtype=comm_dtype),
         )
         for dtype in cases.dtypes or default_dtypes(config.dtype, device_type(config.parallel.device))
-        for wire_dtype in cases.wire_dtypes
+        for comm_dtype in cases.comm_dtypes
         for cp in cases.cp
         for layout in cases.layouts
         for route in cases.routes
@@ -49,18 +49,18 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
         files = _Files(Path(folder))
         baselines: dict[tuple[str, str | None], Evidence] = {}
 
-        def baseline(dtype: str, wire_dtype: str | None) -> Evidence:
-            if (dtype, wire_dtype) not in baselines:
-                told(f"cp=1 {dtype}{_rounded(wire_dtype)}")
+        def baseline(dtype: str, comm_dtype: str | None) -> Evidence:
+            if (dtype, comm_dtype) not in baselines:
+                told(f"cp=1 {dtype}{_rounded(comm_dtype)}")
                 parallel = _with(config.parallel, cp=1, route="ring", inner=None, heads_per_stage=None, costs=None)
-                changed = _with(config, dtype=dtype, parallel=_with(parallel, wire_dtype=wire_dtype))
-                baselines[dtype, wire_dtype] = launch(run_baseline, (changed, cases.steps, files.next()), 1)
-            return baselines[dtype, wire_dtype]
+                changed = _with(config, dtype=dtype, parallel=_with(parallel, comm_dtype=comm_dtype))
+                baselines[dtype, comm_dtype] = launch(run_baseline, (changed, cases.steps, files.next()), 1)
+            return baselines[dtype, comm_dtype]
 
         for replay in replays:
             dtype, parallel = replay.dtype, replay.parallel
-            own, exact = baseline(dtype, parallel.wire_dtype), baseline(dtype if dtype in EXACT else "fp32", None)
-            told(f"cp={parallel.cp} {parallel.layout} {parallel.route} {dtype}{_rounded(parallel.wire_dtype)}")
+            own, exact = baseline(dtype, parallel.comm_dtype), baseline(dtype if dtype in EXACT else "fp32", None)
+            told(f"cp={parallel.cp} {parallel.layout} {parallel.route} {dtype}{_rounded(parallel.comm_dtype)}")
             seen = launch(replay_and_leave, (replay, cases.steps, files.next()), topology_of(replay).world)
             verdicts.append(judge(replay, seen, own, exact))
     return verdicts
@@ -73,8 +73,8 @@ def _route(config: TrainConfig, route: str) -> dict[str, Any]:
     return {"route": route, "inner": None, "heads_per_stage": None, "costs": None}
 
 
-def _rounded(wire_dtype: str | None) -> str:
-    return "" if wire_dtype is None else f", {wire_dtype} on the wire"
+def _rounded(comm_dtype: str | None) -> str:
+    return "" if comm_dtype is None else f", {comm_dtype} on the wire"
 
 
 class _Files:

@@ -5,7 +5,7 @@ from typing import Annotated, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from longspan.errors import SpecError
-from longspan.train.train_config import Dtype, LayoutName, Positive, RouteName, WireDtype
+from longspan.train.train_config import CommDtype, Dtype, LayoutName, Positive, RouteName
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ class VerifyConfig(BaseModel):
     cp: Annotated[tuple[Positive, ...], AfterValidator(_check_some)] = (2,)
     layouts: Annotated[tuple[LayoutName, ...], AfterValidator(_check_some)] = ("zigzag",)
     routes: Annotated[tuple[RouteName, ...], AfterValidator(_check_some)] = ("ring",)
-    wire_dtypes: Annotated[tuple[WireDtype | None, ...], AfterValidator(_check_some)] = (None,)
+    comm_dtypes: Annotated[tuple[CommDtype | None, ...], AfterValidator(_check_some)] = (None,)
     dtypes: Annotated[tuple[Dtype, ...], AfterValidator(_check_some)] | None = None
     """None: `default_dtypes` of the run."""
     steps: Positive = 2
@@ -39,4 +39,4 @@ class VerifyConfig(BaseModel):
     layers: Positive | None = None
     """Cut the model to this many layers, with every kind of mask; None: all."""
     tokens: Annotated[int, Field(ge=2)] | None = None
-    """Cut rows to this many tokens, at least the 2 of one target; None: `data.row_tokens`."""
+    """Cut rows to this many tokens, at least the 2 of one target; None: `data.seq_len`."""

@@ -5,11 +5,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from longspan.attention import checks
 from longspan.comm.in_memory import MemoryGroup
 from longspan.comm.traffic import record
 from longspan.cp.attention import attention
 from longspan.cp.context import ContextParallel
+from longspan.cp.engine import call_checks as checks
 from longspan.cp.engine.call_checks import check_together
 from longspan.cp.engine.executor import Share
 from longspan.errors import SpecError

@@ -13,11 +13,10 @@ from longspan.comm.traffic import call, record
 from longspan.cp.attention import attention
 from longspan.cp.engine.head_exchange import HeadExchange
 from longspan.plan import Layout, Mask, plan_attention
+from tests.cp.cases import NAN, Case, check_cases
 from tests.oracle import Inputs, dense_attention, make_inputs, relative_error
 from tests.plan.strategies import NAMES
 from tests.ranks import run_ranks, run_threads
-
-from tests.cp.cases import NAN, Case, check_cases
 
 ROUTES = (
     ("ring", None), ("exchange", None), ("rotate", None), ("allgather", None), ("ulysses", None), ("usp", 2), ("ulysses-ring", 2),

@@ -10,8 +10,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.attention import executor, rows
 from longspan.comm.hops import Flight, Hop
+from longspan.cp.engine import executor
+from longspan.cp.engine import row_transport as rows
 from longspan.cp.engine.executor import Share, run_backward, run_forward
 from longspan.cp.engine.row_transport import Lane, ReturningGradients
 from longspan.cp.engine.sums import Gradient, Output

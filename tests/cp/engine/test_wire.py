@@ -169,7 +169,7 @@ def _wired(group, rank, cases, name):
 def test_attention_is_that_of_rounded_rows_and_the_wire_holds_what_the_plan_counts(name):
     S, P = 37, 4
     cases = [
-        plan_attention(Layout.named(layout, S, P, slots), mask, route, (8, 4), inner, wire_dtype=name)
+        plan_attention(Layout.named(layout, S, P, slots), mask, route, (8, 4), inner, comm_dtype=name)
         for route, inner in WIRED
         for layout, slots, mask in (
             ("zigzag", None, Mask.causal(S)), ("striped", 12, Mask.full(S)), ("contiguous", None, Mask.causal(S, window=13)),
@@ -206,7 +206,7 @@ def _sent_in_backward(group, rank, plans):
 def test_gradients_of_bf16_rows_travel_in_fp32(name, dtype, row):
     S, P, K = 32, 4, 2
     routes = ("ring", "exchange", "allgather", "rotate")
-    plans = [plan_attention(Layout.zigzag(S, P), Mask.full(S), r, (4, K), wire_dtype=name) for r in routes]
+    plans = [plan_attention(Layout.zigzag(S, P), Mask.full(S), r, (4, K), comm_dtype=name) for r in routes]
     rows = S // P * (P - 1) * K * 2
     right = {dtype: rows * row, torch.float32: rows * 40 * 4}
     for found in run_ranks(P, _sent_in_backward, plans):
@@ -226,7 +226,7 @@ def test_gradients_of_keys_pass_the_rounding_as_if_it_were_not_there():
     mask = Mask.causal(S)
     want = dense_attention(inputs, mask)
     for route in ("ring", "exchange", "ulysses"):
-        plan = plan_attention(Layout.zigzag(S, P), mask, route, (4, 2), wire_dtype="bf16")
+        plan = plan_attention(Layout.zigzag(S, P), mask, route, (4, 2), comm_dtype="bf16")
         for rank, (dk, dv) in enumerate(run_ranks(P, _gradients_of_keys, plan, inputs)):
             assert relative_error(dk, shard(want.dk, plan.layout, rank, 2)) < 1e-12, route
             assert relative_error(dv, shard(want.dv, plan.layout, rank, 2)) < 1e-12, route

@@ -18,8 +18,8 @@ from longspan.train.memory.preflight import RankPeak, _held, longest_batch, pref
 from longspan.train.run import expected, run_and_leave
 from longspan.train.step import TrainStep
 from longspan.train.train_config import TrainConfig
+from tests.advise.test_memory import expect
 from tests.ranks import run_ranks
-from tests.train.test_budget import expect
 from tests.train.test_checkpoint import metrics, run_on_ranks
 from tests.train.tiny import MODEL, make_config, make_step, write_corpus
 
@@ -41,8 +41,8 @@ RUNS: dict[str, dict[str, Any]] = {
     "experts": {
         "parallel__dp": 2, "parallel__ep": 2,
         "model": {
-            **{name: value for name, value in MODEL.items() if name != "ffn_width"},
-            "experts": {"num_experts": 4, "top_k": 2, "ffn_width": 8, "balance": 0.1},
+            **{name: value for name, value in MODEL.items() if name != "intermediate_size"},
+            "experts": {"num_experts": 4, "top_k": 2, "intermediate_size": 8, "balance": 0.1},
         },
     },
 }  # fmt: skip
@@ -50,7 +50,14 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_with_it_equals_one_without_bit_for_bit(folder: Path, name: str) -> None:
-    changes = {"steps": 3, "accumulation": 2, "eval_every": 2, "checkpoint_every": 3, "eval_rows": 2, **RUNS[name]}
+    changes = {
+        "steps": 3,
+        "gradient_accumulation_steps": 2,
+        "eval_every": 2,
+        "checkpoint_every": 3,
+        "eval_rows": 2,
+        **RUNS[name],
+    }
     without, with_it = (
         make_config(folder, run_dir=str(folder / f"{name}-{asked}"), preflight=asked, **changes)
         for asked in (False, True)
@@ -124,7 +131,7 @@ def traces(group: Any, rank: int, config: TrainConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16"])
 def test_what_it_leaves(dtype: str) -> None:
-    config = make_config(parallel__cp=2, dtype=dtype, accumulation=2)
+    config = make_config(parallel__cp=2, dtype=dtype, gradient_accumulation_steps=2)
     stage = expect(config).stages[0]
     for told in run_ranks(2, traces, config):
         assert told == {
@@ -161,7 +168,7 @@ def test_memory_is_that_of_the_device_of_the_run(monkeypatch: pytest.MonkeyPatch
 
 def test_the_longest_row() -> None:
     """Two rows of a micro-batch, each one document: no data of this row length gives more tokens or more pairs."""
-    config = make_config(rows_per_batch=2, data__row_tokens=5)
+    config = make_config(micro_batch_size=2, data__seq_len=5)
     batch = longest_batch(config, vocab_size=4)
     assert (batch.lengths, batch.num_targets) == ((5, 5), 8)
     assert batch.input_ids.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
@@ -182,9 +189,7 @@ def refused(group: Any, rank: int, config: TrainConfig, error: Exception) -> str
     return "nothing"
 
 
-LAST = (
-    "parallel.cp higher; or dtype to bf16; or data.row_tokens lower; longspan train --dry-run shows what a rank holds"
-)
+LAST = "parallel.cp higher; or dtype to bf16; or data.seq_len lower; longspan train --dry-run shows what a rank holds"
 
 
 @pytest.mark.parametrize(
@@ -207,10 +212,10 @@ def test_out_of_memory_is_named_with_the_ways_out(error: Exception, reason: str)
 
 
 def test_ways_out_that_are_taken_are_not_named() -> None:
-    config = make_config(dtype="bf16", recompute="full", rows_per_batch=2)
+    config = make_config(dtype="bf16", recompute="full", micro_batch_size=2)
     (told,) = run_ranks(1, refused, config, MemoryError())
     assert told.endswith(
-        "hint: set parallel.cp higher; or rows_per_batch lower; longspan train --dry-run shows what a rank holds"
+        "hint: set parallel.cp higher; or micro_batch_size lower; longspan train --dry-run shows what a rank holds"
     )
 
 
@@ -243,7 +248,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         RankPeak(rank, 0, before=300 * 2**20, peak=(512 + rank) * 2**20, expected=2**28, seconds=1.25)
         for rank in range(2)
     ]
-    budget = expect(make_config(parallel__cp=2, accumulation=3))
+    budget = expect(make_config(parallel__cp=2, gradient_accumulation_steps=3))
     tell(peaks, budget, tmp_path / "run", quiet=False)
     told = capsys.readouterr()
     assert told.out == ""

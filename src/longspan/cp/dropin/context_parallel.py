@@ -12,6 +12,7 @@ How calls are found is in `intercept`, how dense masks are read in `recognise`.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -27,9 +28,12 @@ from longspan.cp.context import ContextParallel
 from longspan.cp.dropin.intercept import intercepted, is_intercepted, traced
 from longspan.cp.dropin.recognise import mask_of_dense
 from longspan.errors import SpecError
-from longspan.plan import BALANCED, Mask
+from longspan.names import BALANCED
+from longspan.plan import Mask, Plan
 
 Tensor = torch.Tensor
+
+_PLANS_KEPT = 16
 
 
 @contextmanager
@@ -43,7 +47,7 @@ def context_parallel(
     route: str = "ring",
     inner: int | None = None,
     kernel: str = "auto",
-    wire_dtype: torch.dtype | str | None = None,
+    comm_dtype: torch.dtype | str | None = None,
     mask: Mask | None = None,
     seq_len: int | None = None,
 ) -> Iterator["DropIn"]:
@@ -54,7 +58,7 @@ def context_parallel(
     buffers are as they were, but for `no_restore_buffers`; what was written to them inside is gone. Backward may run inside
     or afterwards. Gives a `DropIn`, whose `unshard` makes local results global.
 
-    `layout`, `route`, `inner`, `kernel` and `wire_dtype` are those of `ContextParallel`. `mask` is what calls without an
+    `layout`, `route`, `inner`, `kernel` and `comm_dtype` are those of `ContextParallel`. `mask` is what calls without an
     `attn_mask` see (all keys, or with is_causal those behind); the layout "balanced" needs it. `seq_len` is told where there
     are no buffers. Collective: the ranks compare all of this. Raises `SpecError` for what cannot be computed, at the call,
     and `DisagreementError` if ranks differ.
@@ -63,7 +67,7 @@ def context_parallel(
         raise SpecError("context_parallel within context_parallel", hint="leave the outer block before the inner one")
     size = mesh.size() if isinstance(mesh, DeviceMesh) else rank_and_size(as_group(mesh))[1]
     # How many heads there are is seen at the first call; so many suit every route.
-    cp = ContextParallel(mesh, layout, route, (size, size), inner, kernel, wire_dtype)
+    cp = ContextParallel(mesh, layout, route, (size, size), inner, kernel, comm_dtype)
     held, dims = [] if isinstance(buffers, Tensor) else list(buffers or ()), list(buffer_seq_dims or ())
     problem: Exception | None = None
     what = {"layouts, masks or routes": b"", "buffers": b""}
@@ -96,22 +100,23 @@ class DropIn:
     """A program on a sharded sequence: its layout, and what its calls of `scaled_dot_product_attention` come to."""
 
     def __init__(self, cp: ContextParallel, seq_len: int, mask: Mask | None) -> None:
-        if cp.layout == BALANCED and mask is None:
+        if cp.planner.layout == BALANCED and mask is None:
             raise SpecError(
                 "the layout 'balanced' is chosen for a mask, and buffers are sharded before attention tells it",
                 hint='set mask=, such as Mask.documents(lengths); or layout="zigzag"',
             )
         self.mask, self.seq_len = mask, seq_len
-        self.cp, self.layout = cp, cp.layout_for({"full": mask or Mask.causal(seq_len)})
-        self._of_heads: dict[tuple[int, int], ContextParallel] = {}
+        self.cp, self.layout = cp, cp.planner.layout_of({"full": mask or Mask.causal(seq_len)})
+        self._plans: dict[tuple[tuple[int, int], Mask], Plan] = {}
         self._recognised: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     @property
     def digest(self) -> bytes:
         """What all ranks must agree on."""
+        planner = self.cp.planner
         return (
             self.layout.fingerprint()
-            + f"{self.cp.route} {self.cp.inner} {self.cp.wire_dtype}".encode()
+            + f"{planner.route} {planner.inner} {planner.comm_dtype}".encode()
             + (b"" if self.mask is None else self.mask.fingerprint())
         )
 
@@ -143,15 +148,17 @@ class DropIn:
         self._check_lengths(query, key, value)
         heads = _heads(query, key, value, enable_gqa)
         q, k, v = traced(_four_dims(query), _four_dims(key), _four_dims(value))
-        mask = self._mask(attn_mask, is_causal)
-        cp = self._of_heads.get(heads)
-        if cp is None:
-            own = self.cp
-            cp = ContextParallel(own.group, own.layout, own.route, heads, own.inner, own.kernel, own.wire_dtype)
-            self._of_heads[heads] = cp
-        plan = cp.plans({"full": mask})[1]["full"]
-        out = attention(q, k, v, plan=plan, group=cp.group, scale=scale, kernel=cp.kernel)
+        plan = self._plan(heads, self._mask(attn_mask, is_causal))
+        out = attention(q, k, v, plan=plan, group=self.cp.group, scale=scale, kernel=self.cp.kernel)
         return out.reshape(*query.shape[:-1], value.shape[-1])
+
+    def _plan(self, heads: tuple[int, int], mask: Mask) -> Plan:
+        """The plan of a mask for these heads. The latest are kept."""
+        plan = self._plans.pop((heads, mask), None) or replace(self.cp.planner, heads=heads).plan(self.layout, mask)
+        self._plans[heads, mask] = plan
+        if len(self._plans) > _PLANS_KEPT:
+            del self._plans[next(iter(self._plans))]
+        return plan
 
     def _check_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if min(q.ndim, k.ndim, v.ndim) < 2:

@@ -6,7 +6,6 @@ from longspan.comm.agree import check_agreement
 from longspan.comm.transport import transport_of
 from longspan.cp.engine.executor import Share
 from longspan.errors import LongspanError, SpecError
-from longspan.kernels.choice import choose_kernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import check_heads
 
@@ -37,7 +36,7 @@ def check_call(
         if not 0 < scale < float("inf"):
             raise SpecError(f"scale={scale} is not a positive number", hint="for a negative scale negate q instead")
         _check_change(change, q)
-        choose_kernel(share.kernel, q, k, v, change)
+        share.kernel_for(q, k, v, change)
     except LongspanError as error:
         problem = error
     heads_and_dims = (
@@ -90,6 +89,11 @@ def _described(change: ScoreChange | None) -> str:
 
 
 def _check_tensors(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
+    if share.staged:
+        raise SpecError(
+            f"route {share.route!r} was given q, k and v of all heads, which it is there to avoid",
+            hint='give the layer\'s input to longspan.projected_attention (or UpipeAttention), or use route="ulysses"',
+        )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
         raise SpecError(f"{shapes}: attention takes (batch, heads, slots, head_dim) tensors")

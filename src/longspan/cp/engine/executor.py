@@ -23,6 +23,7 @@ from longspan.cp.engine.sums import Gradient, Output
 from longspan.kernels.choice import Kernel, Launch, choose_kernel, launches
 from longspan.kernels.masked import are_regular
 from longspan.kernels.scores import ScoreChange
+from longspan.names import ROUTES
 from longspan.plan import HeadShare, Layout, Plan, RankPlan, Stage, Step
 
 Tensor = torch.Tensor
@@ -36,7 +37,7 @@ class Share:
     route: str
     seq_len: int
     heads: tuple[int, int] | None
-    wire_dtype: str | None
+    comm_dtype: str | None
     row_layout: Layout
     digest: bytes
     group: Group
@@ -58,6 +59,21 @@ class Share:
             self.kept[key] = launches(kernel, step.tiles, q, backward)
         made: list[Launch] = self.kept[key]
         return made
+
+    @property
+    def staged(self) -> bool:
+        """Whether attention works on a few heads at a time: route "upipe"."""
+        return ROUTES[self.route].staged
+
+    def kernel_for(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> Kernel:
+        """The kernel of calls with such tensors; chosen once for all layers and batches that run this plan."""
+        changed = None if change is None else (change.softcap is None, change.slopes is None)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        key = ("kernel", q.device, q.dtype, k.shape[3], v.shape[3], changed, deterministic)
+        if key not in self.kept:
+            self.kept[key] = choose_kernel(self.kernel, q, k, v, change, regular=q.is_cuda and self.regular)
+        kernel: Kernel = self.kept[key]
+        return kernel
 
     @property
     def regular(self) -> bool:
@@ -90,7 +106,7 @@ class Share:
             plan.route,
             plan.seq_len,
             plan.heads,
-            plan.wire_dtype,
+            plan.comm_dtype,
             plan.row_layout,
             plan.digest,
             group,
@@ -111,14 +127,14 @@ def run_forward(
     """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` like q, lse of the rows computed here,
     and what backward needs in place of q, k, v and out where heads were exchanged (else nothing)."""
     q, k, v = map(_dense_rows, (q, k, v))
-    kernel = choose_kernel(share.kernel, q, k, v, change, share.regular)
+    kernel = share.kernel_for(q, k, v, change)
     with call("forward", share.route, kernel.name, share.work.rank, q.device) as meter:
         exchange = HeadExchange.of(share.work, share.group, meter)
         if exchange is None:
             out, lse = attend_rows(share, kernel, (q, k, v), sink, scale, meter, change)
             return out, lse, []
         kernel = GroupedKernel.of(kernel, exchange.share)
-        together = exchange.gather(q, k, v, share.wire_dtype)
+        together = exchange.gather(q, k, v, share.comm_dtype)
         out, lse = attend_rows(
             share, kernel, together, exchange.own_heads(sink), scale, meter, exchange.own_change(change)
         )
@@ -141,7 +157,7 @@ def run_backward(
     """Gradients of q, k, v, shaped and typed like the local ones, and of the sink `(H,)` from the rows and heads computed here
     (`(0,)` without one). q, k, v, out are what forward gave in their place, where it did."""
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
-    kernel = choose_kernel(share.kernel, q, k, v, change, share.regular)
+    kernel = share.kernel_for(q, k, v, change)
     with call("backward", share.route, kernel.name, share.work.rank, q.device) as meter:
         exchange = HeadExchange.of(share.work, share.group, meter)
         if exchange is None:
@@ -184,7 +200,7 @@ def attend_rows(
                 result.add(launch.q0, launch.q1, out, lse)
             del out, lse
 
-    for _, _, steps in arriving_rows(share.work, (k, v), share.wire_dtype, share.group, meter):
+    for _, _, steps in arriving_rows(share.work, (k, v), share.comm_dtype, share.group, meter):
         while steps:  # rows that have been used are held no longer, while the next but one arrive
             compute(*steps.pop(0))
     lane.join()
@@ -231,7 +247,7 @@ def differentiate_rows(
             del dq_tile, dk_tile, dv_tile
 
     own: Stage = work.stages[0]
-    for stage, following, steps in arriving_rows(work, (k, v), share.wire_dtype, share.group, meter):
+    for stage, following, steps in arriving_rows(work, (k, v), share.comm_dtype, share.group, meter):
         if stage is own:
             with lane.after():
                 returning.expect(following)

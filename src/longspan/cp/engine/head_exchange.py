@@ -45,10 +45,10 @@ class HeadExchange:
         return cls(work.heads, work.slots, work.rows, group, meter)
 
     def gather(
-        self, q: Tensor, k: Tensor, v: Tensor, wire_dtype: str | None, again: bool = False
+        self, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str | None, again: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of all rows, these two as rounded for the wire; `again`: of more heads of the same rows."""
-        wire = WIRES[wire_dtype]
+        wire = WIRES[comm_dtype]
         together, *rounded = self.there([q, wire.encode(k), wire.encode(v)])
         if not again:
             self.meter.rows_received += self.share.rows - self.share.tokens[self.share.member]

@@ -50,7 +50,6 @@ def attention_forward(
     ref: ShareRef,
     scale: float,
     softcap: float | None,
-    exchanged: list[int],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Out `(B, H, T, Dv)` of local shards; lse, and q, k, v, out in place of the local ones if heads are exchanged, of the rows
     computed here. Sends and receives."""
@@ -73,7 +72,6 @@ def attention_backward(
     ref: ShareRef,
     scale: float,
     softcap: float | None,
-    exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q, k, v and of the sink (empty without one). Sends and receives, whichever of them are wanted."""
     with without_autocast(q.device):
@@ -90,14 +88,13 @@ def _(
     ref: ShareRef,
     scale: float,
     softcap: float | None,
-    exchanged: list[int],
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     B, H, T, D = q.shape
     Dv, wide = v.shape[3], accumulation_dtype(q.dtype)
     out = q.new_empty(B, H, T, Dv)
-    if not exchanged:
+    if not ref.exchanged:
         return out, q.new_empty(B, H, T, dtype=wide), []
-    own_q, own_kv, rows, _ = exchanged
+    own_q, own_kv, rows, _ = ref.exchanged
     together = [q.new_empty(B, heads, rows, dim) for heads, dim in ((own_q, D), (own_kv, D), (own_kv, Dv), (own_q, Dv))]
     return out, q.new_empty(B, own_q, rows, dtype=wide), together
 
@@ -115,19 +112,20 @@ def _(
     ref: ShareRef,
     scale: float,
     softcap: float | None,
-    exchanged: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsink = q.new_empty(0) if sink is None else torch.empty_like(sink)
-    if exchanged:
+    if ref.exchanged:
         B, H, T, _ = dout.shape
-        dq, dk, dv = (x.new_empty(B, n, T, x.shape[3]) for x, n in ((q, H), (k, exchanged[3]), (v, exchanged[3])))
+        dq, dk, dv = (
+            x.new_empty(B, n, T, x.shape[3]) for x, n in ((q, H), (k, ref.exchanged[3]), (v, ref.exchanged[3]))
+        )
     else:
         dq, dk, dv = (x.new_empty(x.shape[2], *x.shape[:2], x.shape[3]).permute(1, 2, 0, 3) for x in (q, k, v))
     return dq, dk, dv, dsink
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[Tensor]]) -> None:
-    q, k, v, sink, alibi, ctx.ref, ctx.scale, ctx.softcap, ctx.exchanged = inputs
+    q, k, v, sink, alibi, ctx.ref, ctx.scale, ctx.softcap = inputs
     out, lse, together = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, *together)
@@ -136,16 +134,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, list[
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
     q, k, v, out, lse, sink, alibi = ctx.saved_tensors
-    none: Any = None if ctx.exchanged else []  # torch takes an empty list for one of tensors
     if dout is None:
-        return (*[None] * 8, none)
-    dq, dk, dv, dsink = attention_backward(
-        dout, q, k, v, out, lse, sink, alibi, ctx.ref, ctx.scale, ctx.softcap, ctx.exchanged
-    )
+        return (None,) * 8
+    dq, dk, dv, dsink = attention_backward(dout, q, k, v, out, lse, sink, alibi, ctx.ref, ctx.scale, ctx.softcap)
     wanted = [
         grad if needed else None for grad, needed in zip((dq, dk, dv, dsink), ctx.needs_input_grad[:4], strict=True)
     ]
-    return (*wanted, None, None, None, None, none)
+    return (*wanted, None, None, None, None)
 
 
 def _refuse(ctx: Any, *_: Any) -> tuple[Any, ...]:

@@ -93,7 +93,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def arriving_rows(
-    work: RankPlan, own: Rows, wire_dtype: str | None, group: Group, meter: Call
+    work: RankPlan, own: Rows, comm_dtype: str | None, group: Group, meter: Call
 ) -> Iterator[tuple[Stage, Stage | None, list[tuple[Step, Rows]]]]:
     """Each stage, the stage after it, and its steps with their keys and values, a list that the caller may empty. While it
     computes, the next arrive.
@@ -101,7 +101,7 @@ def arriving_rows(
     The rows of one stage are in use and those of one in flight. A rank waits only for what others posted at an earlier stage:
     no cycle.
     """
-    wire = WIRES[wire_dtype]
+    wire = WIRES[comm_dtype]
     travels = own if not any(stage.sends for stage in work.stages) else (wire.encode(own[0]), wire.encode(own[1]))
     collective = own[0].new_empty(0, dtype=wire.width(own[0])[1]) if work.means == "collective" else None
     buffers: list[Rows] = [travels]
@@ -113,7 +113,7 @@ def arriving_rows(
             hop.sends += [(peer, part) for x in leaving for part in _messages(x, transfer)]
         arriving = []
         for step in following.steps if following is not None else ():
-            rows = _buffers(step.rows, own, wire_dtype)
+            rows = _buffers(step.rows, own, comm_dtype)
             arriving.append(rows)
             if step.recv is not None:
                 peer = work.ranks[step.recv.peer]
@@ -220,9 +220,9 @@ class ReturningGradients:
             hop.receives.append((self._work.ranks[transfer.peer], rows))
 
 
-def _buffers(rows: int, own: Rows, wire_dtype: str | None) -> Rows:
+def _buffers(rows: int, own: Rows, comm_dtype: str | None) -> Rows:
     """Room for rows on their way, keys and values one after the other."""
-    (width, dtype), (width_v, _) = (WIRES[wire_dtype].width(x) for x in own)
+    (width, dtype), (width_v, _) = (WIRES[comm_dtype].width(x) for x in own)
     keys, values = in_one_piece(own[0], [(*own[0].shape[:2], rows, width), (*own[1].shape[:2], rows, width_v)], dtype)
     return keys, values
 

@@ -18,7 +18,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from longspan.advise.activations import longest
 from longspan.advise.memory import Budget, StageBudget
 from longspan.data import Batch
 from longspan.errors import SpecError
@@ -60,7 +59,9 @@ def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
     place: StageBudget = budget.stages[budget.topology.coordinates(rank)["pp"]]
     began = time.perf_counter()
     with _named(step.config, rank, budget):
-        step.backward([longest_batch(step.config, step.model_config.vocab_size)] * step.config.accumulation)
+        step.backward(
+            [longest_batch(step.config, step.model_config.vocab_size)] * step.config.gradient_accumulation_steps
+        )
         for optimizer in step.optimizers:
             for settings in optimizer.param_groups:
                 for parameter in settings["params"]:
@@ -81,8 +82,8 @@ def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
 
 
 def longest_batch(config: TrainConfig, vocab_size: int) -> Batch:
-    """The row of `longest`, of ids that differ from token to token, so that a router does not send all to the same experts."""
-    lengths = longest(config)
+    """The micro-batch of `RunShape.longest`. Ids differ from token to token, so that a router spreads them over the experts."""
+    lengths = (config.data.seq_len,) * config.micro_batch_size
     ids = np.arange(sum(lengths), dtype=np.int64)
     documents = np.split(ids % vocab_size, np.cumsum(lengths)[:-1])
     return replace(Batch.from_documents(documents), numbers=ids)
@@ -138,7 +139,7 @@ def _named(config: TrainConfig, rank: int, budget: Budget) -> Iterator[None]:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise SpecError(
             f"preflight: rank {rank} has no memory for a step at the longest row, {budget.slots:,} of its "
-            f"{sum(longest(config)):,} tokens here: {reason}",
+            f"{config.micro_batch_size * config.data.seq_len:,} tokens here: {reason}",
             hint=_ways_out(config),
         ) from error
 
@@ -147,6 +148,6 @@ def _ways_out(config: TrainConfig) -> str:
     ways = {"none": 'recompute to "block" or "full"', "block": 'recompute to "full"', "full": ""}[config.recompute]
     if config.parallel.route == "upipe" or config.parallel.schedule == "zero-bubble":
         ways = ""
-    rows = "rows_per_batch lower" if config.rows_per_batch > 1 else "data.row_tokens lower"
+    rows = "micro_batch_size lower" if config.micro_batch_size > 1 else "data.seq_len lower"
     more = ["parallel.cp higher", *(["dtype to bf16"] if config.dtype in ("fp32", "fp64") else [])]
     return f"set {'; or '.join(filter(None, (ways, *more, rows)))}; longspan train --dry-run shows what a rank holds"

@@ -18,8 +18,6 @@ from longspan.comm.torchrun import under_torchrun
 from longspan.report.words import byte_unit, short_count
 from longspan.topology import Nodes, Topology
 from longspan.topology.nodes import short_ranks
-from longspan.train.axes import ranks_per_node
-from longspan.train.train_config import TrainConfig
 
 _WIDTH = 80
 
@@ -42,11 +40,6 @@ class Start:
         }  # fmt: skip
 
 
-def nodes_of(config: TrainConfig, topology: Topology) -> Nodes:
-    """The nodes of a run: as the configuration or torchrun says how many ranks each has, else one."""
-    return Nodes(topology, ranks_per_node(config, topology))
-
-
 def is_first() -> bool:
     """Whether this process is rank 0 of torchrun's world, or starts the ranks itself: the one that tells."""
     return not under_torchrun() or os.environ["RANK"] == "0"
@@ -61,7 +54,7 @@ def axes_of(topology: Topology) -> list[str]:
 def degrees(topology: Topology) -> str:
     """`tp 2, cp 2, dp 2, pp 2`; empty for one rank."""
     words = [f"{axis} {topology.degree(axis)}" for axis in axes_of(topology) if axis != "edp"]
-    return ", ".join([*words, f"{topology.replicas} replicas"] if topology.replicas > 1 else words)
+    return ", ".join([*words, f"{topology.dp_replicate} replicas"] if topology.dp_replicate > 1 else words)
 
 
 def start_table(start: Start) -> Group:
@@ -102,7 +95,7 @@ def _fitted(groups: list[str], room: int) -> str:
 
 def _step(start: Start) -> str:
     budget = start.budget
-    tokens = budget.global_batch * budget.row_tokens
+    tokens = budget.global_batch * budget.seq_len
     return (
         f"a step: {_count(budget.global_batch, 'row')}, up to {tokens:,} tokens; "
         f"an epoch: {_count(start.steps_per_epoch, 'step')}"

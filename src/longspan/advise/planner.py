@@ -1,0 +1,127 @@
+"""`Planner`: the one place that turns the masks of a micro-batch into a layout and a plan for each mask.
+
+    masks -> layout (chosen for the masks if "balanced") -> route and inner degree (chosen if "auto") -> a plan for each mask
+
+The run, `pack`, `--dry-run` and `longspan plan` each hold a `Planner`, so that they agree on every choice.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from longspan.advise.choose import choose_route
+from longspan.advise.costs import Costs
+from longspan.errors import SpecError
+from longspan.names import AUTO, BALANCED
+from longspan.plan import Layout, Mask, Plan, check_comm_dtype, check_heads, plan_attention, route_of
+from longspan.plan.arguments import whole
+from longspan.plan.layout import slots_of
+from longspan.plan.routes import inner_degree
+
+
+@dataclass(frozen=True)
+class Planner:
+    """The choices of a run that decide its layouts and plans. A plain value: no torch, no group.
+
+    Raises `SpecError` when made, for what no sequence could be planned with.
+    """
+
+    ranks: int
+    """Context-parallel degree."""
+    layout: str = "zigzag"
+    """A name of `longspan.names.LAYOUTS`. "balanced" is chosen for the masks of each sequence."""
+    route: str = "ring"
+    """A name of `longspan.names.ROUTES`, or "auto" for the one that takes least time by `costs`."""
+    heads: tuple[int, int] | None = None
+    """Query heads and KV heads on one rank, after tensor parallelism. Routes that move heads need them."""
+    inner: int | None = None
+    """Inner degree of a route of two levels. Default: as many ranks as KV heads and a node allow."""
+    comm_dtype: str | None = None
+    """Type in which keys and values travel, "bf16" or "fp8". Default: the type they have."""
+    pad_to_multiple_of: int | None = None
+    """Pads each rank's local length to a multiple with padding slots."""
+    tp: int = 1
+    """Tensor-parallel degree. Only errors name it."""
+    ranks_per_node: int | None = None
+    """Neighbouring ranks of the CP group that share a node. Default: all."""
+    costs: Costs = field(default_factory=Costs)
+    """Costs by which "auto" ranks routes."""
+    layers: Mapping[str, int] = field(default_factory=dict)
+    """Number of layers that use the mask of each name: weights of the masks for "balanced". Default: 1 each."""
+    min_split_tokens: int = 0
+    """"balanced" splits no document shorter than this, though token counts then differ. See `Costs.min_split_tokens`."""
+
+    def __post_init__(self) -> None:
+        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
+            raise SpecError(f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1")
+        if self.heads is not None:
+            object.__setattr__(self, "heads", check_heads(*self.heads))
+        if self.layout != BALANCED and self.min_split_tokens:
+            raise SpecError(
+                f"min_split_tokens={self.min_split_tokens} is for layout {BALANCED!r}, not {self.layout!r}",
+                hint=f'set layout="{BALANCED}", or leave it out',
+            )
+        if self.route == AUTO and self.inner is not None:
+            raise SpecError(
+                f"inner={self.inner} is for a route of two levels; {AUTO!r} chooses", hint="leave inner out"
+            )
+        check_comm_dtype(self.comm_dtype)
+        object.__setattr__(self, "layers", {name: whole(f"layers of {name!r}", n) for name, n in self.layers.items()})
+
+    @classmethod
+    def with_costs(
+        cls,
+        measured: Path | None,
+        *,
+        head_dim: int,
+        itemsize: int,
+        layout: str,
+        heads: tuple[int, int] | None,
+        **others: Any,
+    ) -> "Planner":
+        """A planner with the costs of the file `measured` (typical costs if None), for tensors of this head dim and itemsize.
+
+        With measured costs, "balanced" keeps documents whole that are too short for a cut to pay.
+        """
+        costs = replace(Costs() if measured is None else Costs.load(measured), head_dim=head_dim, itemsize=itemsize)
+        keeps = layout == BALANCED and measured is not None and heads is not None
+        least = costs.min_split_tokens(heads[0]) if keeps and heads else 0
+        return cls(layout=layout, heads=heads, costs=costs, min_split_tokens=least, **others)
+
+    def check(self) -> Plan:
+        """The plan of a sequence of one token per rank. Raises `SpecError` for what every sequence would be refused for."""
+        name = next(iter(self.layers), "full")
+        return self.plans({name: Mask.causal(self.ranks)})[1][name]
+
+    def plans(self, masks: Mapping[str, Mask], slots: int | None = None) -> tuple[Layout, dict[str, Plan]]:
+        """The layout of a micro-batch with these masks, and the plan of each mask. `slots` fixes the local length."""
+        layout = self.layout_of(masks, slots)
+        return layout, {name: self.plan(layout, mask) for name, mask in masks.items()}
+
+    def layout_of(self, masks: Mapping[str, Mask], slots: int | None = None) -> Layout:
+        """The layout of a micro-batch with these masks."""
+        seq_len = next(iter(masks.values())).seq_len
+        if self.layers and (unknown := [name for name in masks if self.layers.get(name, 0) < 1]):
+            raise SpecError(
+                f"layers={self.layers} gives no layer to mask {', '.join(map(repr, unknown))}",
+                hint="say for each mask of a sequence how many layers use it, or leave layers out",
+            )
+        if slots is None:
+            slots = slots_of(seq_len, self.ranks, self.pad_to_multiple_of)
+        return Layout.named(
+            self.layout, seq_len, self.ranks, slots, masks=list(masks.values()),
+            weights=[self.layers.get(name, 1) for name in masks], min_split_tokens=self.min_split_tokens,
+        )  # fmt: skip
+
+    def plan(self, layout: Layout, mask: Mask) -> Plan:
+        """The plan of one mask over a layout."""
+        route, inner, reason = self.route, self.inner, ""
+        if route == AUTO:
+            route, inner, reason = choose_route(
+                layout, mask, self.heads, self.tp, self.ranks_per_node, self.costs, self.comm_dtype
+            )
+        elif inner is None and route_of(route).heads in ("inner", "outer"):
+            inner = inner_degree(route, self.ranks, self.heads, self.ranks_per_node)
+        plan = plan_attention(layout, mask, route, self.heads, inner, comm_dtype=self.comm_dtype, tp=self.tp)
+        return replace(plan, reason=reason) if reason else plan

@@ -1,0 +1,46 @@
+"""`longspan pack`: the rows that a run of a configuration would read, as a manifest. No torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from longspan.data import open_store
+from longspan.data.pack import pack
+from longspan.errors import SpecError
+from longspan.model.model_config import ModelConfig
+from longspan.report import PackReport
+from longspan.train.axes import planner_of, topology_of
+from longspan.train.run_loader import make_loader
+from longspan.train.train_config import PackConfig
+
+
+def pack_run(
+    config: PackConfig,
+    output: Path,
+    *,
+    epochs: int = 1,
+    tokenised: Callable[[int], None] | None = None,
+    packed: Callable[[int, int], None] | None = None,
+) -> PackReport:
+    """Write the rows that a run of this configuration would read to a manifest.
+
+    `tokenised` is called with the documents done, `packed` as by `longspan.data.pack.pack`. Raises SpecError, DataError: what no
+    rank could carry out, and what `open_store` and `pack` raise.
+    """
+    if config.data.manifest is not None:
+        raise SpecError(
+            f"data.manifest={config.data.manifest}: rows that are packed are not packed again",
+            hint="leave it out: --set data.manifest=none",
+        )
+    planner = planner_of(config, _model(config), topology_of(config))
+    planner.check()
+    store = open_store(config.data, tokenised)
+    loader = make_loader(config, store, dp_rank=0, dp_size=1)
+    return pack(loader, store, planner, output, epochs=epochs, packed=packed)
+
+
+def _model(config: PackConfig) -> ModelConfig | None:
+    if config.init_from is None:
+        return config.model
+    from longspan.model import read_config  # loads torch, which a configuration that has its model does not need
+
+    return read_config(config.init_from)
