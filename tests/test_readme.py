@@ -21,7 +21,7 @@ from longspan.verify.baseline import loss_sum
 from tests.train.tiny import make_config, to_toml, write_corpus
 
 AXES = ModelConfig(
-    vocab_size=256, width=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=176, init_std=0.1
+    vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=176, init_std=0.1
 )
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent

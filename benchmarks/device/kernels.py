@@ -13,7 +13,8 @@ from benchmarks.device.errors import of_limit
 from benchmarks.device.rows import Check, Options
 from longspan import Mask
 from longspan.cp.engine.merge import merge_
-from longspan.kernels.choice import KERNELS, Launch, launches
+from longspan.kernels.choice import KERNELS
+from longspan.kernels.protocol import BackwardInputs, Launch, launches
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Tile
 from longspan.plan.mask import Band
@@ -95,10 +96,10 @@ def _by_kernel(name: str, tiles: list[Tile], x: list[Tensor], change: ScoreChang
     final = out.to(q.dtype)
     for launch in launches(kernel, tiles, q, backward=True):
         rows, keys = slice(launch.q0, launch.q1), slice(launch.k0, launch.k1)
-        parts = kernel.backward(
-            dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], final[:, :, rows], lse[:, :, rows],
-            launch.shapes, SCALE, _at(change, launch, q.device),
-        )  # fmt: skip
+        saved = BackwardInputs(
+            dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], final[:, :, rows], lse[:, :, rows]
+        )
+        parts = kernel.backward(saved, launch.shapes, SCALE, _at(change, launch, q.device))
         for total, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
             total[:, :, where] += part
     return [out, lse, *grads]

@@ -1,9 +1,6 @@
-"""The record of what attention calls did: who hears of a call, what seconds add up to, and the trace of it."""
+"""The record of what attention calls did: who hears of a call, what seconds add up to, and its ranges in a profiler's trace."""
 
-import json
-import os
 import time
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -12,7 +9,7 @@ import torch
 
 from longspan.comm import traffic
 from longspan.comm.sharding import shard
-from longspan.comm.traffic import Call, Calls, Interval, StreamClock, WallClock, call, record
+from longspan.comm.traffic import Call, Interval, StreamClock, WallClock, call, record
 from longspan.cp.attention import attention
 from longspan.plan import Layout, Mask, plan_attention
 from tests.oracle import make_inputs
@@ -88,7 +85,7 @@ def made(*intervals, start=0.0, end=10.0, **values) -> Call:
     ],
 )
 def test_hops_side_by_side_count_once(hops, waiting, under_way, overlap):
-    entry = made(*(("hop", a, b, 5) for a, b in hops), *(("waiting", a, b) for a, b in waiting), ("kernels", 0, 9))
+    entry = made(*(("hop", a, b) for a, b in hops), *(("waiting", a, b) for a, b in waiting), ("kernels", 0, 9))
     assert entry.seconds_communication == pytest.approx(under_way)
     assert entry.overlap == pytest.approx(overlap)
     assert (entry.seconds_kernels, entry.seconds_total) == (9, 10)
@@ -101,46 +98,7 @@ def test_pairs_and_blocks_of_a_share_of_the_heads(pairs, shares, right):
     assert isinstance(entry.pairs, int if right == int(right) else float)
 
 
-def test_a_trace_by_hand(tmp_path):
-    calls = Calls(
-        [
-            made(
-                ("hop", 1.0, 4.0, 77),
-                ("kernels", 2.0, 2.5),
-                ("hop", 3.0, 4.0, 8),
-                ("hop", 4.0, 4.5, 9),
-                start=0.5,
-                end=5.0,
-                unix_start=100.0,
-                bytes_sent=77,
-            )
-        ]
-    )
-    calls.save_trace(tmp_path / "trace.json")
-    saved = json.loads((tmp_path / "trace.json").read_text())
-    assert saved["displayTimeUnit"] == "ms"
-    named = [
-        (event["name"], event["tid"], event["args"]["name"]) for event in saved["traceEvents"] if event["ph"] == "M"
-    ]
-    assert named == [
-        (name, tid, text)
-        for tid, lane in enumerate(("attention", "work", "hops", "hops"))
-        for name, text in (("thread_name", lane), ("process_name", "rank 3"))
-    ]
-    assert [event for event in saved["traceEvents"] if event["ph"] != "M"] == [
-        {
-            "name": "forward ring", "ph": "X", "pid": 3, "tid": 0, "ts": 100e6, "dur": 4.5e6,
-            "args": {"bytes_sent": 77, "pairs": 0, "kernel_calls": 0},
-        },
-        {"name": "hop", "ph": "X", "pid": 3, "tid": 2, "ts": 100.5e6, "dur": 3e6, "args": {"bytes": 77}},
-        {"name": "kernels", "ph": "X", "pid": 3, "tid": 1, "ts": 101.5e6, "dur": 0.5e6, "args": {"bytes": 0}},
-        # Under way beside the other hop: in a lane of its own.
-        {"name": "hop", "ph": "X", "pid": 3, "tid": 3, "ts": 102.5e6, "dur": 1e6, "args": {"bytes": 8}},
-        {"name": "hop", "ph": "X", "pid": 3, "tid": 2, "ts": 103.5e6, "dur": 0.5e6, "args": {"bytes": 9}},
-    ]  # fmt: skip
-
-
-def _recorded(group, rank, plans, folder):
+def _recorded(group, rank, plans):
     found = []
     for plan in plans:
         q, k, v, dout = (shard(x, plan.layout, rank, 2) for x in make_inputs(plan.seq_len, plan.heads, dim=16))
@@ -152,40 +110,25 @@ def _recorded(group, rank, plans, folder):
             assert 0 <= entry.overlap <= 1, entry
             assert entry.seconds_waiting <= entry.seconds_communication + 1e-9, entry
             assert entry.seconds_communication <= entry.seconds_total, entry
-            assert sum(i.bytes for i in entry.intervals if i.name == "hop") == entry.bytes_received, entry
             assert (entry.bytes_received > 0) == (entry.seconds_communication > 0) or entry.collectives, entry
-        path = os.path.join(folder, f"{plan.route}-{rank}.json")
-        calls.save_trace(path)
-        with open(path) as file:
-            found.append(json.load(file)["traceEvents"])
+        with torch.profiler.profile() as profile:
+            attention(q, k, v, plan=plan, group=group).backward(dout)
+        names = [event.name for event in profile.events() if event.name.startswith("longspan ")]
+        found.append({name: names.count(name) for name in set(names)})
     return found
 
 
-def test_seconds_and_traces_of_real_calls(tmp_path):
-    """Work of one thread: its parts never exceed the whole. Traces of all ranks can be put together: a process a rank."""
+def test_seconds_and_ranges_of_real_calls():
+    """Work of one thread: its parts never exceed the whole. A profiler's trace has a range for each call and each part of it."""
     S, P = 256, 3
     routes = ("ring", "exchange", "allgather", "rotate", "ulysses")
     plans = [plan_attention(Layout.zigzag(S, P), Mask.causal(S), route, (6, 3)) for route in routes]
-    before = time.time() * 1e6
-    for rank, traces in enumerate(run_ranks(P, _recorded, plans, str(tmp_path))):
-        for route, events in zip(routes, traces, strict=True):
-            events = [event for event in events if event["ph"] != "M"]
-            assert {(event["ph"], event["pid"]) for event in events} == {("X", rank)}
-            assert all(event["ts"] >= before - 1e6 and event["dur"] >= 0 for event in events), route
-            whole = [event for event in events if event["tid"] == 0]
-            assert [event["name"] for event in whole] == [f"forward {route}", f"backward {route}"]
-            for event in events:
-                if event["tid"] == 0:
-                    continue
-                assert (event["tid"] >= 2) == (event["name"] == "hop")
-                # Everything lies within one of the two calls (to a microsecond: times of day have few digits).
-                assert any(
-                    call["ts"] - 1 <= event["ts"] and event["ts"] + event["dur"] <= call["ts"] + call["dur"] + 1
-                    for call in whole
-                ), (route, event)
-            for lane in {event["tid"] for event in events}:
-                spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == lane)
-                assert all(end <= start + 1 for (_, end), (start, _) in pairwise(spans)), (route, lane)
+    for ranges in run_ranks(P, _recorded, plans):
+        for route, found in zip(routes, ranges, strict=True):
+            assert found[f"longspan forward {route}"] == found[f"longspan backward {route}"] == 1
+            assert found["longspan kernels"] > 0
+            assert found["longspan merging"] > 0
+            assert found["longspan waiting"] > 0
 
 
 class EventOnDevice:
@@ -221,7 +164,7 @@ def test_on_a_gpu_seconds_are_those_of_events_in_the_stream(monkeypatch):
             pass
         with meter.spend("waiting"):
             pass
-        meter.flew(start, 8)
+        meter.flew(start)
     assert isinstance(meter.clock, StreamClock)
     # Nothing waits for the device while the call runs.
     assert EventOnDevice.waited == 0
@@ -231,10 +174,6 @@ def test_on_a_gpu_seconds_are_those_of_events_in_the_stream(monkeypatch):
     assert meter.seconds_communication == pytest.approx(0.025)
     assert meter.overlap == pytest.approx(0.8)
     assert EventOnDevice.waited > 0
-    events = list(meter.events())
-    assert [(event["name"], round(event["dur"])) for event in events] == [
-        ("forward ring", 35_000), ("hop", 25_000), ("kernels", 5_000), ("waiting", 5_000),
-    ]  # fmt: skip
 
 
 class CountedEvent(EventOnDevice):
@@ -290,7 +229,7 @@ def _a_call_on_a_gpu():
             if index < 2:
                 with meter.spend("waiting"):
                     meter.bytes_received += 8
-                meter.flew(posted, 8)
+                meter.flew(posted)
     return meter
 
 
@@ -316,7 +255,6 @@ def test_a_run_takes_two_events_a_call_and_two_a_wait_and_uses_them_again(events
             assert (entry.kernel_calls, entry.pairs, entry.bytes_received) == (3, 30, 16)
             unknown = (entry.seconds_kernels, entry.seconds_merging, entry.seconds_communication, entry.overlap)
             assert all(seconds != seconds for seconds in unknown)
-            assert [event["name"] for event in entry.events()] == ["forward ring", "waiting", "waiting"]
         assert events.waited == step
 
 

@@ -17,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from longspan.cp.attention import attention
 from longspan.kernels.choice import KERNELS
+from longspan.kernels.protocol import BackwardInputs
 from longspan.plan import Layout, Mask, Shape, plan_attention
 from tests.ranks import run_ranks
 
@@ -45,7 +46,7 @@ def kernel_scratch(q, k, v, shape):
     kernel = KERNELS["sdpa"]
     most, results = peak(lambda: kernel.forward(q, k, v, (shape,), 0.1))
     forward = most - size(*results)
-    most, grads = peak(lambda: kernel.backward(results[0], q, k, v, *results, (shape,), 0.1))
+    most, grads = peak(lambda: kernel.backward(BackwardInputs(results[0], q, k, v, *results), (shape,), 0.1))
     return forward, most - size(*grads)
 
 

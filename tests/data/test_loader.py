@@ -254,8 +254,10 @@ def test_a_state_of_another_step_is_refused_where_steps_are_evened():
         return loader
 
     state(2).load_state_dict(state(4).state_dict())
-    text = "another stream: rows_per_step is 4 in the state, 2 here\n\nhint: keep micro_batch_size x dp x "
-        "gradient_accumulation_steps at 4; or"
+    text = (
+        "another stream: rows_per_step is 4 in the state, 2 here\n\n"
+        "hint: keep micro_batch_size x dp x gradient_accumulation_steps at 4; or"
+    )
     with pytest.raises(DataError, match=text):
         state(2, balance="area").load_state_dict(state(4, balance="area").state_dict())
     with pytest.raises(DataError, match="another stream: buffer is 64 in the state, 8 here"):

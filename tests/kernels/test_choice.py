@@ -7,11 +7,9 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from longspan.cp.engine import executor
 from longspan.cp.engine.executor import Share
 from longspan.errors import SpecError
-from longspan.kernels import choice as kernel
-from longspan.kernels import efficient, flash2, flash3, flex, sdpa
+from longspan.kernels import choice, efficient, flash2, flash3, flex, sdpa
 from longspan.kernels.capability import capability
 from longspan.kernels.choice import KERNELS, choose_auto, choose_kernel
 from longspan.kernels.scores import ScoreChange
@@ -73,13 +71,12 @@ ABSENT = "not installed"
 def device(major, minor=0, flash_attn_2=ABSENT, flash_attn_3=ABSENT, triton=True, cudnn=91501):
     """A CUDA device of that compute capability, and what is installed beside it."""
     with ExitStack() as stack:
-        for module in (kernel, sdpa, flash2, flash3, efficient):
+        for module in (choice, sdpa, flash2, flash3, efficient):
             stack.enter_context(patch.object(module, "capability", lambda device: (major, minor)))
         stack.enter_context(patch.object(flash2, "_missing", lambda: flash_attn_2))
         stack.enter_context(patch.object(flash3, "_missing", lambda: flash_attn_3))
         stack.enter_context(patch.object(flex, "_HAS_TRITON", triton))
         stack.enter_context(patch("torch.backends.cudnn.version", lambda: cudnn))
-        stack.enter_context(patch.dict(kernel._chosen, clear=True))
         yield
 
 
@@ -183,26 +180,23 @@ def test_plans_for_which_cudnn_is_fast(mask, layout, regular):
     assert tuple(Share.of(plan, rank, None, "auto").regular for rank in range(2)) == regular
 
 
-def test_the_executor_takes_cudnn_for_such_plans_alone():
+def test_a_share_takes_cudnn_for_such_plans_alone():
     layout = Layout.contiguous(256, 1)
-    for mask, regular in ((Mask.causal(256), True), (Mask.causal(256, window=100), False)):
+    for mask, chosen in ((Mask.causal(256), "cudnn"), (Mask.causal(256, window=100), "sdpa")):
         share = Share.of(plan_attention(layout, mask, "ring"), 0, None, "auto")
-        q, dout = torch.randn(2, 1, 2, 256, 8)
-        with patch.object(executor, "choose_kernel", wraps=lambda *asked: KERNELS["sdpa"]) as chosen:
-            out, lse, _ = executor.run_forward(share, q, q, q, None, 0.3)
-            executor.run_backward(share, dout, q, q, q, out, lse, None, 0.3)
-        assert [call.args[-1] for call in chosen.call_args_list] == [regular] * 2
+        with device(9, flash_attn_3="not installed"):
+            assert share.kernel_for(*on_cuda()).name == chosen
 
 
 def test_the_choice_is_made_once_for_calls_alike():
-    first, other = on_cuda(), on_cuda(torch.float32)
-    with device(9), patch.object(kernel, "choose_auto", wraps=kernel.choose_auto) as choice:
-        for tensors, regular in ((first, False), (first, True), (other, False)) * 3:
-            choose_kernel("auto", *tensors, None, regular)
-        assert choice.call_count == 3
-        choose_kernel("auto", *first, CAP)
-        choose_kernel("auto", *first, ScoreChange(20.0))
-        assert choice.call_count == 4
+    share = Share.of(plan_attention(Layout.contiguous(256, 1), Mask.causal(256), "ring"), 0, None, "auto")
+    with device(9), patch.object(choice, "choose_auto", wraps=choice.choose_auto) as chosen:
+        for tensors in (on_cuda(), on_cuda(torch.float32)) * 3:
+            share.kernel_for(*tensors)
+        assert chosen.call_count == 2
+        share.kernel_for(*on_cuda(), CAP)
+        share.kernel_for(*on_cuda(), ScoreChange(20.0))
+        assert chosen.call_count == 3
 
 
 @pytest.mark.parametrize(("hip", "counts"), [(None, (9, 4)), ("7.0", (8, 0))])

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 
 from longspan.cp.attention import attention
 from longspan.kernels import efficient
-from longspan.kernels.choice import KERNELS, launches
+from longspan.kernels.choice import KERNELS
 from longspan.kernels.efficient import EfficientKernel
+from longspan.kernels.protocol import launches
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Layout, Mask, Shape, plan_attention
 from tests.cp.cases import THROUGH, check_through

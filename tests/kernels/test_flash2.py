@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from longspan.kernels import flash2
-from longspan.kernels.choice import KERNELS, launches
+from longspan.kernels.choice import KERNELS
 from longspan.kernels.flash2 import FlashAttention2Kernel
+from longspan.kernels.protocol import BackwardInputs, launches
 from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import bands as algebra
@@ -202,7 +203,7 @@ def results(tiles, x, change):
         k, v = (t[:, :, launch.k0 : launch.k1] for t in (x.k, x.v))
         out, lse = KERNEL.forward(q, k, v, launch.shapes, 0.4, change)
         outs.append((out, lse))
-        grads.append(KERNEL.backward(dout, q, k, v, out, lse, launch.shapes, 0.4, change))
+        grads.append(KERNEL.backward(BackwardInputs(dout, q, k, v, out, lse), launch.shapes, 0.4, change))
     return len(made), [torch.cat(parts, dim=2) for some in (outs, grads) for parts in zip(*some, strict=True)]
 
 
@@ -224,7 +225,9 @@ def test_a_soft_cap_is_that_of_the_reference(interface):
     tile = make_tile(0, 9, 0, 9, lo=0, hi=5)
     x = make_inputs(9, (4, 2), dim=8, dtype=torch.float16)
     want_out, want_lse = ReferenceKernel().forward(x.q, x.k, x.v, (tile.shape,), 0.4, ScoreChange(1.5))
-    want = ReferenceKernel().backward(x.dout, x.q, x.k, x.v, want_out, want_lse, (tile.shape,), 0.4, ScoreChange(1.5))
+    want = ReferenceKernel().backward(
+        BackwardInputs(x.dout, x.q, x.k, x.v, want_out, want_lse), (tile.shape,), 0.4, ScoreChange(1.5)
+    )
     _, (out, lse, *grads) = results([tile], x, ScoreChange(1.5))
     for got, right in zip((out, lse, *grads), (want_out, want_lse, *want), strict=True):
         assert relative_error(got, right) < PRECISION[torch.float16][1]

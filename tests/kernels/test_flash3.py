@@ -138,7 +138,7 @@ def test_the_real_adapter_is_called_and_the_programs_own_attention_is_left_alone
         (tensors(), None, 9, False, "FlashAttention-3 takes bf16 and fp16 on cuda, not torch.bfloat16 on cpu"),
         (
             tensors(device="cuda"), ScoreChange(2.0), 9, False,
-            "FlashAttention-3 is called for scores as they are: no soft-cap, no ALiBi",
+            "FlashAttention-3 takes scores as they are: no soft-cap, no ALiBi",
         ),
         (
             tensors(dim=264, device="cuda"), None, 9, False,

@@ -16,8 +16,9 @@ from longspan import ContextParallel
 from longspan.comm.traffic import record
 from longspan.cp.attention import attention
 from longspan.kernels import flex
-from longspan.kernels.choice import KERNELS, launches
+from longspan.kernels.choice import KERNELS
 from longspan.kernels.flex import FlexKernel
+from longspan.kernels.protocol import BackwardInputs, launches
 from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Layout, Mask, plan_attention
@@ -211,7 +212,9 @@ def differences(change, tile, dtype, heads=(4, 2)):
         out, lse = kernel.forward(q, k, v, (tile.shape,), 0.4, change)
         more = torch.logaddexp(lse, torch.full_like(lse, 0.5))
         final = (out * torch.exp(lse - more).unsqueeze(-1) + 0.2 * torch.exp(0.5 - more).unsqueeze(-1)).to(dtype)
-        results.append((out, lse, *kernel.backward(dout, q, k, v, final, more, (tile.shape,), 0.4, change)))
+        results.append(
+            (out, lse, *kernel.backward(BackwardInputs(dout, q, k, v, final, more), (tile.shape,), 0.4, change))
+        )
     return [relative_error(got, right) for got, right in zip(*results, strict=True)]
 
 
@@ -256,7 +259,7 @@ def results(tiles, x, change):
             rows, keys = torch.arange(launch.q0, launch.q1), torch.arange(launch.k0, launch.k1)
             here = ScoreChange(change.softcap, change.slopes, rows, keys)
         outs.append(KERNEL.forward(q, k, v, launch.shapes, 0.4, here))
-        grads.append(KERNEL.backward(dout, q, k, v, *outs[-1], launch.shapes, 0.4, here))
+        grads.append(KERNEL.backward(BackwardInputs(dout, q, k, v, *outs[-1]), launch.shapes, 0.4, here))
     return len(made), [torch.cat(parts, dim=2) for some in (outs, grads) for parts in zip(*some, strict=True)]
 
 

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.kernels import sdpa
-from longspan.kernels.choice import KERNELS, launches
+from longspan.kernels.choice import KERNELS
 from longspan.kernels.masked import mode_of
+from longspan.kernels.protocol import BackwardInputs, launches
 from longspan.kernels.sdpa import SdpaKernel
 from longspan.kernels.windows import window_of
 from longspan.plan import Mask
@@ -223,8 +224,8 @@ class OnCuda:
     def forward(self, q, k, v, shapes, scale, change=None):
         return sdpa._cuda_forward(q, k, v, shapes, scale)
 
-    def backward(self, dout, q, k, v, out, lse, shapes, scale, change=None):
-        return sdpa._cuda_backward(dout, q, k, v, out, lse, shapes, scale)
+    def backward(self, saved, shapes, scale, change=None):
+        return sdpa._cuda_backward(saved, shapes, scale)
 
 
 @contextmanager
@@ -304,7 +305,7 @@ def _results(kernel, made, x):
         out, lse = kernel.forward(q, k, v, launch.shapes, 0.4)
         assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
         outs.append((out, lse))
-        grads.append(kernel.backward(dout, q, k, v, out, lse, launch.shapes, 0.4))
+        grads.append(kernel.backward(BackwardInputs(dout, q, k, v, out, lse), launch.shapes, 0.4))
     return [torch.cat(parts, dim=2) for results in (outs, grads) for parts in zip(*results, strict=True)]
 
 
@@ -350,19 +351,19 @@ def tensors(dtype=torch.bfloat16, dim=64, dim_v=None, device="cpu"):
         (tensors(device="mps"), "there is no flash attention on device 'mps'"),
         (
             tensors(dtype=torch.int64),
-            "flash attention on cpu takes torch.float64, torch.float32, torch.bfloat16, torch.float16, not torch.int64",
+            "flash attention on cpu takes fp64, fp32, bf16 and fp16, not torch.int64",
         ),
         (
             tensors(dtype=torch.float32, device="cuda"),
-            "flash attention on cuda takes torch.bfloat16, torch.float16, not torch.float32",
+            "flash attention takes bf16 and fp16 on cuda, not torch.float32 on cuda",
         ),
         (
             tensors(dim=60, device="cuda"),
-            "flash attention on cuda takes head dims that 8 divides up to 256, not 60",
+            "flash attention takes equal head dims that 8 divides up to 256, not 60 and 60",
         ),
         (
             tensors(dim=264, device="cuda"),
-            "flash attention on cuda takes head dims that 8 divides up to 256, not 264",
+            "flash attention takes equal head dims that 8 divides up to 256, not 264 and 264",
         ),
         (tensors(dtype=torch.float64, dim=7), None),
         (tensors(dim=256, device="cuda"), None),

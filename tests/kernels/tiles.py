@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from longspan.cp.engine.merge import accumulation_dtype, merge_
+from longspan.kernels.protocol import BackwardInputs
 from longspan.plan import Tile
 from longspan.plan import bands as algebra
 from longspan.plan.bands import UNBOUNDED
@@ -102,8 +103,8 @@ def check_kernel(kernel, tile, heads, dtype, tolerances, dim_v=None, dim=8, spli
     for part, k, v, first in work(backward=True):
         r, c = slice(part.q0 - tile.q0, part.q1 - tile.q0), slice(part.k0 - first, part.k1 - first)
         into = slice(part.k0 - tile.k0, part.k1 - tile.k0)
-        arguments = (dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], final[:, :, r], lse[:, :, r])
-        parts_of_gradient = kernel.backward(*arguments, (part.shape,), scale)
+        saved = BackwardInputs(dout[:, :, r], q[:, :, r], k[:, :, c], v[:, :, c], final[:, :, r], lse[:, :, r])
+        parts_of_gradient = kernel.backward(saved, (part.shape,), scale)
         for total, part_of_gradient, where in zip((dq, dk, dv), parts_of_gradient, (r, into, into), strict=True):
             total[:, :, where] += part_of_gradient
     got = (final, dq, dk, dv)

@@ -4,13 +4,13 @@ import pytest
 
 from longspan.plan import Mask
 from longspan.report import describe
+from longspan.report.plan_report import mask_words
 from longspan.report.words import (
     byte_unit,
     bytes_note,
     exchange_note,
     headline,
     in_full,
-    mask_words,
     short_bytes,
     short_count,
     short_tokens,

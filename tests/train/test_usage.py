@@ -14,6 +14,7 @@ import torch
 from longspan.comm.hops import Flight, Hop
 from longspan.comm.traffic import record
 from longspan.kernels import choice as kernels
+from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Shape
@@ -50,19 +51,10 @@ class SpyingKernel(ReferenceKernel):
         return super().forward(q, k, v, shapes, scale, change)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        self._count(q, k, *shapes)
-        return super().backward(dout, q, k, v, out, lse, shapes, scale, change)
+        self._count(saved.q, saved.k, *shapes)
+        return super().backward(saved, shapes, scale, change)
 
 
 def spying_post(seen: Counter[str]) -> Callable[..., Flight]:

@@ -14,6 +14,7 @@ from torch.nn.attention import current_flash_attention_impl
 
 from longspan.kernels.capability import capability
 from longspan.kernels.choice import KERNELS, choose_auto
+from longspan.kernels.protocol import BackwardInputs
 from longspan.plan import Shape
 
 _PACKAGES = ("longspan", "torch", "numpy", "pyarrow", "tokenizers", "safetensors", "matplotlib", "transformers")
@@ -90,7 +91,7 @@ def _try(name: str, q: torch.Tensor) -> str:
     kernel, shape = KERNELS[name], Shape(8, 8, 0, 7)
     try:
         out, lse = kernel.forward(q, q, q, (shape,), 0.25)
-        kernel.backward(out, q, q, q, out, lse, (shape,), 0.25)
+        kernel.backward(BackwardInputs(out, q, q, q, out, lse), (shape,), 0.25)
     except RuntimeError as error:
         return f"fails: {str(error).splitlines()[0]}"
     return "runs"

@@ -97,7 +97,7 @@ class Flight:
                     # A backend may answer for the whole batch with one work.
                     one_each = len(self.works) == len(self.peers)
                     raise _lost(self.peers[index : index + 1] if one_each else self.peers, error) from error
-        call.flew(self.start, self.num_bytes)
+        call.flew(self.start)
         call.bytes_received += self.num_bytes
         for place, piece in self.landed:
             place.copy_(piece)

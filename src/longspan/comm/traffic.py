@@ -2,19 +2,21 @@
 
 with record() as calls:
     ...
-calls[0].bytes_sent;  calls.save_trace("trace.json")     # for chrome://tracing or ui.perfetto.dev
+calls[0].bytes_sent
+
+Under `torch.profiler.profile` each call and each activity in it is a `record_function` range of the profiler's trace.
 """
 
-import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from longspan.plan import share_of_heads
 
@@ -72,12 +74,11 @@ class NoClock:
 
 
 class Interval(NamedTuple):
-    """From one mark of the clock to another: an activity of the call, or a hop in flight and its bytes."""
+    """From one mark of the clock to another: an activity of the call, or a hop in flight."""
 
     name: Activity | Literal["hop"]
     start: Any
     end: Any
-    bytes: int = 0
 
 
 @dataclass
@@ -110,7 +111,6 @@ class Call:
     head_shares: int = 1
     start: Any = field(default=None, repr=False)
     end: Any = field(default=None, repr=False)
-    unix_start: float = field(default=0.0, repr=False)
     intervals: list[Interval] = field(default_factory=list, repr=False)
 
     @contextmanager
@@ -118,17 +118,18 @@ class Call:
         """Count the time of the block as spent on `activity`."""
         clock = self._outer if activity == "waiting" else self.clock
         start = clock.now()
-        yield
+        with _profiled(activity):
+            yield
         if start is not None:
             self.intervals.append(Interval(activity, start, clock.now()))
 
-    def flew(self, start: Any, num_bytes: int) -> None:
+    def flew(self, start: Any) -> None:
         """A hop posted at `start` is known to have arrived now."""
         if start is not None:
-            self.intervals.append(Interval("hop", start, self.clock.now(), num_bytes))
+            self.intervals.append(Interval("hop", start, self.clock.now()))
 
     def open(self) -> None:
-        self.unix_start, self.start = time.time(), self._outer.now()
+        self.start = self._outer.now()
 
     def close(self) -> None:
         self.end = self._outer.now()
@@ -193,28 +194,6 @@ class Call:
         under_way = self.seconds_communication
         return 1 - self.seconds_waiting / under_way if under_way else 1.0
 
-    def events(self) -> Iterator[dict[str, Any]]:
-        """The call and its intervals as events of a Chrome trace, in microseconds of the machine's clock."""
-        begin = self.unix_start * 1e6
-        label = f"{self.phase} {self.route}"
-        counts = {"bytes_sent": self.bytes_sent, "pairs": self.pairs, "kernel_calls": self.kernel_calls}
-        yield self._event(label, 0, begin, self.seconds_total, counts)
-        busy: list[float] = []  # until when each lane of hops is taken: events of one lane may not overlap
-        spans = [(*self._span(interval), interval) for interval in self.intervals]
-        for start, end, interval in sorted(spans, key=lambda span: span[0]):
-            lane = 1
-            if interval.name == "hop":
-                free = next((n for n, until in enumerate(busy) if until <= start), len(busy))
-                busy[free : free + 1] = [end]
-                lane = 2 + free
-            yield self._event(interval.name, lane, begin + start * 1e6, end - start, {"bytes": interval.bytes})
-
-    def _event(
-        self, name: str, lane: int, microseconds: float, seconds: float, values: dict[str, Any]
-    ) -> dict[str, Any]:
-        place = {"pid": self.rank, "tid": lane, "ts": microseconds, "dur": seconds * 1e6}
-        return {"name": name, "ph": "X", **place, "args": values}
-
     def _span(self, interval: Interval) -> tuple[float, float]:
         return self._outer.seconds(self.start, interval.start), self._outer.seconds(self.start, interval.end)
 
@@ -242,20 +221,6 @@ class Calls(list[Call]):
             if not call.end.query():  # on another stream than the last
                 call.end.synchronize()
             call.settle()
-
-    def save_trace(self, path: str | Path) -> None:
-        """Write a trace that chrome://tracing and ui.perfetto.dev open: a process per rank; calls, work, hops below each other.
-
-        Traces of several ranks of one machine share a clock: put their `traceEvents` together.
-        """
-        events = [event for call in self for event in call.events()]
-        for rank, lane in sorted({(event["pid"], event["tid"]) for event in events}):
-            named = {"ph": "M", "pid": rank, "tid": lane}
-            events.append(
-                {"name": "thread_name", **named, "args": {"name": ("attention", "work", "hops")[min(lane, 2)]}}
-            )
-            events.append({"name": "process_name", **named, "args": {"name": f"rank {rank}"}})
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -285,8 +250,14 @@ def call(phase: Phase, route: str, kernel: str, rank: int, device: torch.device)
     for calls in _recorders:
         calls.append(entry)
     entry.open()
-    yield entry
+    with _profiled(f"{phase} {route}"):
+        yield entry
     entry.close()
+
+
+def _profiled(name: str) -> AbstractContextManager[Any]:
+    """A range of that name in the trace of a running profiler."""
+    return record_function(f"longspan {name}") if profiler._is_profiler_enabled else nullcontext()
 
 
 def _clocks(device: torch.device) -> tuple[Clock, Clock]:

@@ -29,7 +29,7 @@ from longspan.cp.engine.merge import accumulation_dtype
 from longspan.cp.engine.modes import autocast_like_sdpa, refuse_transforms
 from longspan.cp.engine.operators import ShareRef
 from longspan.errors import LongspanError, SpecError
-from longspan.kernels.choice import Kernel
+from longspan.kernels.protocol import Kernel
 from longspan.names import ROUTES
 from longspan.plan import HeadStage, Plan, check_heads, head_stages
 

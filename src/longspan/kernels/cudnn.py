@@ -10,7 +10,9 @@ from collections.abc import Sequence
 import torch
 
 from longspan.kernels.masked import causal_of, mode_of, split_by_modes
+from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
+from longspan.kernels.windows import flash_refusal
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -23,12 +25,8 @@ class CudnnKernel:
     name = "cudnn"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
-        if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
-            return f"cuDNN attention takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
-        if change is not None:
-            return "cuDNN attention takes scores as they are: no soft-cap, no ALiBi"
-        if k.shape[3] != v.shape[3] or q.shape[3] > 128 or q.shape[3] % 8:
-            return f"cuDNN attention takes equal head dims that 8 divides up to 128, not {k.shape[3]} and {v.shape[3]}"
+        if (reason := flash_refusal("cuDNN attention", q, k, v, change, most=128)) is not None:
+            return reason
         if torch.are_deterministic_algorithms_enabled():
             return "cuDNN attention has no deterministic backward"
         return None
@@ -47,17 +45,9 @@ class CudnnKernel:
         return out, lse[..., 0]
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = saved
         causal, bias = mode_of(shapes[0], q.dtype, q.device)
         # Without dropout the random state is not read, but the operator wants its two tensors.
         unused = torch.zeros((), dtype=torch.int64, device=q.device)

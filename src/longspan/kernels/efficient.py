@@ -22,6 +22,7 @@ import torch
 
 from longspan.comm.upload import upload
 from longspan.kernels.capability import AMPERE, capability
+from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
 from longspan.kernels.windows import parts_of, sequences
 from longspan.plan import Shape, Tile
@@ -83,17 +84,9 @@ class EfficientKernel:
         return _heads_first(out, mode), _lse_of_rows(lse, shapes, mode)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = saved
         mode, shapes, group = _mode(shapes[0]), tuple(shapes), q.shape[1] // k.shape[1]
         of_q, of_k, most_q, most_k = sequences(shapes, q.device)
         # Without dropout the random state is not read, but the operator wants its two tensors.

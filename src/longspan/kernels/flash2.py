@@ -13,8 +13,17 @@ from typing import Any
 import torch
 
 from longspan.kernels.capability import AMPERE, capability
+from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
-from longspan.kernels.windows import heads_first, rows_first, sequences, shows, split_for_windows, window_of
+from longspan.kernels.windows import (
+    flash_refusal,
+    heads_first,
+    rows_first,
+    sequences,
+    shows,
+    split_for_windows,
+    window_of,
+)
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -30,12 +39,10 @@ class FlashAttention2Kernel:
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
         if change is not None and change.slopes is not None:
             return "flash-attn counts ALiBi's distances within a tile, not on the token axis"
-        if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
-            return f"flash-attn takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
+        if (reason := flash_refusal("flash-attn", q, k, v, change=None)) is not None:
+            return reason
         if (missing := _missing()) is not None:
             return missing
-        if k.shape[3] != v.shape[3] or q.shape[3] > 256 or q.shape[3] % 8:
-            return f"flash-attn takes equal head dims that 8 divides up to 256, not {k.shape[3]} and {v.shape[3]}"
         if capability(q.device)[0] < AMPERE:
             return "flash-attn begins with Ampere (compute capability 8.0)"
         return None
@@ -59,17 +66,9 @@ class FlashAttention2Kernel:
         return heads_first(out, shapes), lse[None]
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = saved
         dout, q, k, v, out = (rows_first(x, shapes) for x in (dout, q, k, v, out))
         grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
         options = _options(shapes, scale, change) | {"deterministic": torch.are_deterministic_algorithms_enabled()}

@@ -14,8 +14,9 @@ import torch
 from torch.nn.attention import _fa3
 
 from longspan.kernels.capability import HOPPER, capability
+from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
-from longspan.kernels.windows import flash_backward, flash_forward, shows, split_for_windows, window_of
+from longspan.kernels.windows import flash_backward, flash_forward, flash_refusal, shows, split_for_windows, window_of
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -32,12 +33,8 @@ class FlashAttention3Kernel:
     name = "flash3"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
-        if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
-            return f"FlashAttention-3 takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
-        if change is not None:
-            return "FlashAttention-3 is called for scores as they are: no soft-cap, no ALiBi"
-        if k.shape[3] != v.shape[3] or q.shape[3] > 256 or q.shape[3] % 8:
-            return f"FlashAttention-3 takes equal head dims that 8 divides up to 256, not {k.shape[3]} and {v.shape[3]}"
+        if (reason := flash_refusal("FlashAttention-3", q, k, v, change)) is not None:
+            return reason
         if capability(q.device)[0] != HOPPER:
             return "FlashAttention-3 runs on Hopper (compute capability 9) alone"
         if (missing := _missing()) is not None:
@@ -58,18 +55,9 @@ class FlashAttention3Kernel:
         return flash_forward(_operators()[0], q, k, v, shapes, scale)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return flash_backward(_operators()[1], dout, q, k, v, out, lse, shapes, scale)
+        return flash_backward(_operators()[1], saved, shapes, scale)
 
 
 @lru_cache(maxsize=1)

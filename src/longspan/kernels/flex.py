@@ -19,6 +19,7 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from longspan.comm.upload import upload
+from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Shape, Tile
 
@@ -56,17 +57,9 @@ class FlexKernel:
             return _attend(_alike(q, k, v), shapes, scale, change)
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = saved
         # Operators run below autograd, where `enable_grad` alone records nothing; to leave inference mode puts autograd back.
         with torch.inference_mode(False), torch.enable_grad():
             qkv = [x.requires_grad_() for x in _alike(q, k, v)]

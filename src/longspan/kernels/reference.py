@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Shape, Tile
 
@@ -45,17 +46,9 @@ class ReferenceKernel:
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = saved
         (shape,) = shapes
         keys, values = _wide(k), _wide(v)
         num_kv = k.shape[1]

@@ -14,8 +14,9 @@ import torch
 from longspan.kernels.capability import AMPERE, capability
 from longspan.kernels.masked import mode_of, split_by_modes
 from longspan.kernels.own_calls import own_kernel
+from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
-from longspan.kernels.windows import flash_backward, flash_forward, shows, split_for_windows, window_of
+from longspan.kernels.windows import flash_backward, flash_forward, flash_refusal, shows, split_for_windows, window_of
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -24,6 +25,8 @@ aten = torch.ops.aten
 _TALL = 512
 """In backward, a tile of fewer rows than this is computed faster in fp32 than in bf16 or fp16 (on the machines we measured)."""
 
+_CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 
 class SdpaKernel:
     """The flash kernels that `scaled_dot_product_attention` itself uses."""
@@ -31,23 +34,20 @@ class SdpaKernel:
     name = "sdpa"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
+        if q.device.type == "cuda":
+            if (reason := flash_refusal("flash attention", q, k, v, change)) is not None:
+                return reason
+            old = capability(q.device)[0] < AMPERE
+            return "flash attention on cuda begins with Ampere (compute capability 8.0)" if old else None
+        if q.device.type != "cpu":
+            return f"there is no flash attention on device {q.device.type!r}"
         if change is not None:
             return "flash attention takes scores as they are: no soft-cap, no ALiBi"
         if k.shape[3] != v.shape[3]:
             return f"keys have dim {k.shape[3]} and values {v.shape[3]}; flash attention takes equal ones"
-        if q.device.type == "cpu":
-            known: tuple[torch.dtype, ...] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-        elif q.device.type == "cuda":
-            known = (torch.bfloat16, torch.float16)
-        else:
-            return f"there is no flash attention on device {q.device.type!r}"
-        if q.dtype not in known:
-            return f"flash attention on {q.device.type} takes {', '.join(str(d) for d in known)}, not {q.dtype}"
-        if q.device.type == "cuda" and (q.shape[3] > 256 or q.shape[3] % 8):
-            return f"flash attention on cuda takes head dims that 8 divides up to 256, not {q.shape[3]}"
-        if q.device.type == "cuda" and capability(q.device)[0] < AMPERE:
-            return "flash attention on cuda begins with Ampere (compute capability 8.0)"
-        return None
+        return (
+            None if q.dtype in _CPU_DTYPES else f"flash attention on cpu takes fp64, fp32, bf16 and fp16, not {q.dtype}"
+        )
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
         return split_for_windows(tile) if device.type == "cuda" else split_by_modes(tile, dtype, backward)
@@ -70,19 +70,11 @@ class SdpaKernel:
         return _as_rows(out, len(shapes)), _as_rows(lse, len(shapes))
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = saved
         if q.device.type == "cuda":
-            return _cuda_backward(dout, q, k, v, out, lse, shapes, scale)
+            return _cuda_backward(saved, shapes, scale)
         if shapes[0].num_q < _TALL and q.dtype.itemsize == 2:
             dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
         dout, q, k, v, out, lse = (_as_batch(x, len(shapes)) for x in (dout, q, k, v, out, lse))
@@ -108,7 +100,5 @@ def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scal
     return flash_forward(aten._flash_attention_forward, q, k, v, shapes, scale)
 
 
-def _cuda_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shapes: Sequence[Shape], scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return flash_backward(aten._flash_attention_backward, dout, q, k, v, out, lse, shapes, scale)
+def _cuda_backward(saved: BackwardInputs, shapes: Sequence[Shape], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return flash_backward(aten._flash_attention_backward, saved, shapes, scale)

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from longspan.comm.upload import upload
+from longspan.kernels.protocol import BackwardInputs
+from longspan.kernels.scores import ScoreChange
 from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
@@ -64,21 +66,13 @@ def flash_forward(
 
 
 def flash_backward(
-    operator: Callable[..., Any],
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    shapes: Sequence[Shape],
-    scale: float,
+    operator: Callable[..., Any], saved: BackwardInputs, shapes: Sequence[Shape], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv by an operator that is called as `aten._flash_attention_backward` is. It adds atomically, in any order, unless
     torch's deterministic algorithms are on, which it looks up itself."""
     left, right = window_of(shapes[0])
-    dout, q, k, v, out = (rows_first(x, shapes) for x in (dout, q, k, v, out))
-    lse = lse.contiguous() if len(shapes) == 1 else lse[0].contiguous()
+    dout, q, k, v, out = (rows_first(x, shapes) for x in saved[:5])
+    lse = saved.lse.contiguous() if len(shapes) == 1 else saved.lse[0].contiguous()
     # Without dropout the random state is not read, but the operator wants its two tensors.
     unused = torch.empty(0, dtype=torch.int64, device=q.device)
     grads = operator(
@@ -87,6 +81,19 @@ def flash_backward(
     )  # fmt: skip
     dq, dk, dv = (heads_first(grad, shapes) for grad in grads)
     return dq, dk, dv
+
+
+def flash_refusal(
+    name: str, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None, most: int = 256
+) -> str | None:
+    """Why the flash kernel `name` on CUDA, for head dims up to `most`, cannot compute these tensors; None if it can."""
+    if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
+        return f"{name} takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
+    if change is not None:
+        return f"{name} takes scores as they are: no soft-cap, no ALiBi"
+    if k.shape[3] != v.shape[3] or q.shape[3] > most or q.shape[3] % 8:
+        return f"{name} takes equal head dims that 8 divides up to {most}, not {k.shape[3]} and {v.shape[3]}"
+    return None
 
 
 def rows_first(x: Tensor, shapes: Sequence[Shape]) -> Tensor:

@@ -12,10 +12,9 @@ import numpy as np
 
 from longspan.errors import SpecError
 from longspan.names import ROUTES
-from longspan.plan import HeadShare, Plan, RankPlan, Step, Transfer, share_of_heads
+from longspan.plan import HeadShare, Mask, Plan, RankPlan, Step, Transfer, share_of_heads
 from longspan.plan import bands as algebra
 from longspan.plan.comm_dtype import row_bytes
-from longspan.report.words import mask_words
 
 Array = np.ndarray
 Quantity = Literal["area", "rows_received", "rows_sent", "grad_rows_sent", "bytes_forward", "bytes_backward"]
@@ -260,3 +259,22 @@ def _direction(shares: Iterable[RankPlan], plan: Plan) -> int:
 
 def _rows(transfer: Transfer | None) -> int:
     return transfer.rows if transfer else 0
+
+
+def mask_words(mask: Mask) -> str:
+    """`causal mask`, `causal window of 4,096`, `prefix of 512`, `3 causal documents`, or else `mask of 7 bands`."""
+    q0, q1, k0, k1, lo, hi = mask.array.T
+    number = len(mask.array)
+    if not number:
+        return "empty mask"
+    size, reach = q1 - q0, int(hi.max()) + 1
+    documents = np.array_equal(q0, k0) and np.array_equal(q1, k1) and np.array_equal(hi, np.minimum(size, reach) - 1)
+    if documents and int(size.sum()) == mask.seq_len and ((lo == 0).all() or np.array_equal(lo, -hi)):
+        causal, windowed = bool((lo == 0).all()), reach < int(size.max())
+        kind = "causal" if causal else "two-sided" if windowed else "full"
+        if number > 1:
+            return f"{number:,} {kind} documents" + f", window {reach:,}" * windowed
+        return f"{kind} window of {reach:,}" if windowed else f"{kind} mask"
+    if mask == Mask.prefix(mask.seq_len, int(q1[0])):
+        return f"prefix of {int(q1[0]):,}"
+    return f"mask of {number:,} band{'s' * (number != 1)}"

@@ -3,37 +3,30 @@
 Tokens and bytes count in powers of two (8k = 8,192), pairs in powers of ten.
 """
 
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from longspan.plan import Mask
-
-if TYPE_CHECKING:
-    from longspan.report.plan_report import PlanReport
+from longspan.report.plan_report import PlanReport
 
 _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
-def headline(report: "PlanReport") -> str:
+def headline(report: PlanReport) -> str:
     """What was planned."""
     inner = "" if report.inner is None else f" (inner {report.inner})"
     wire = "" if report.comm_dtype is None else f", {report.comm_dtype} on the wire"
     return f"{report.layout} layout, {report.mask}, {report.route} route{inner}{wire}"
 
 
-def summary(report: "PlanReport") -> str:
+def summary(report: PlanReport) -> str:
     """How much it is, and how even."""
     ranks, tokens = f"rank{'s' * (report.ranks != 1)}", f"token{'s' * (report.seq_len != 1)}"
     return f"{report.ranks} {ranks}, {report.seq_len:,} {tokens}, imbalance {report.imbalance:.3f}, {traffic(report)}"
 
 
-def traffic(report: "PlanReport") -> str:
+def traffic(report: PlanReport) -> str:
     """Bytes sent in a forward, relative to a ring that passes every shard all the way round in the inputs' type."""
     return f"sent forward: {report.bytes_relative:.2f} of a plain ring" if report.bytes_forward else "nothing sent"
 
 
-def bytes_note(report: "PlanReport") -> str:
+def bytes_note(report: PlanReport) -> str:
     """What the bytes of a report count."""
     heads = f"{report.heads[1]} KV heads" if report.heads else "one KV head"
     if report.heads and report.head_degree > 1:
@@ -42,7 +35,7 @@ def bytes_note(report: "PlanReport") -> str:
     return f"Bytes sent per batch row, for {heads} of {report.head_dim} at {report.itemsize} bytes an element{wire}."
 
 
-def exchange_note(report: "PlanReport") -> str:
+def exchange_note(report: PlanReport) -> str:
     """Where heads are exchanged, what an area counts; else empty."""
     if report.head_degree == 1:
         return ""
@@ -76,25 +69,6 @@ def short_tokens(number: int) -> str:
         if number and number % size == 0:
             return f"{number // size}{letter}"
     return f"{number:,}"
-
-
-def mask_words(mask: Mask) -> str:
-    """`causal mask`, `causal window of 4,096`, `prefix of 512`, `3 causal documents`, or else `mask of 7 bands`."""
-    q0, q1, k0, k1, lo, hi = mask.array.T
-    number = len(mask.array)
-    if not number:
-        return "empty mask"
-    size, reach = q1 - q0, int(hi.max()) + 1
-    documents = np.array_equal(q0, k0) and np.array_equal(q1, k1) and np.array_equal(hi, np.minimum(size, reach) - 1)
-    if documents and int(size.sum()) == mask.seq_len and ((lo == 0).all() or np.array_equal(lo, -hi)):
-        causal, windowed = bool((lo == 0).all()), reach < int(size.max())
-        kind = "causal" if causal else "two-sided" if windowed else "full"
-        if number > 1:
-            return f"{number:,} {kind} documents" + f", window {reach:,}" * windowed
-        return f"{kind} window of {reach:,}" if windowed else f"{kind} mask"
-    if mask == Mask.prefix(mask.seq_len, int(q1[0])):
-        return f"prefix of {int(q1[0]):,}"
-    return f"mask of {number:,} band{'s' * (number != 1)}"
 
 
 def _scaled(number: float, base: int, units: tuple[str, ...]) -> str:

@@ -22,7 +22,7 @@ from longspan.plan import Layout, Mask
 from tests.oracle import Inputs, dense_attention, make_inputs, raised, relative_error
 from tests.ranks import run_ranks
 
-GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "drop-in.md"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "drop-in.md"
 S = 21
 CAUSAL = Mask.causal(S)
 

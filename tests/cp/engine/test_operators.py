@@ -26,9 +26,9 @@ def local_inputs(dtype=torch.float32, dim_v=8, plan=PLAN, rank=0, heads=(4, 2)):
 
 def forward_and_backward(q, k, v, dout, sink, ref):
     """All results of both operators, the second given what the first kept for it."""
-    out, lse, together = attention_forward(q, k, v, sink, None, ref, SCALE, None, ref.exchanged)
+    out, lse, together = attention_forward(q, k, v, sink, None, ref, SCALE, None)
     kept = together or [q, k, v, out]
-    grads = attention_backward(dout, *kept, lse, sink, None, ref, SCALE, None, ref.exchanged)
+    grads = attention_backward(dout, *kept, lse, sink, None, ref, SCALE, None)
     return [out, lse, *together, *grads]
 
 
@@ -77,9 +77,9 @@ def test_fake_results_of_other_routes(heads):
 def test_no_result_is_an_input_or_shares_memory_with_one():
     q, k, v, dout = local_inputs()
     ref = share_of(PLAN, None)
-    out, lse, together = attention_forward(q, k, v, None, None, ref, SCALE, None, ref.exchanged)
+    out, lse, together = attention_forward(q, k, v, None, None, ref, SCALE, None)
     assert together == []
-    grads = attention_backward(dout, q, k, v, out, lse, None, None, ref, SCALE, None, ref.exchanged)
+    grads = attention_backward(dout, q, k, v, out, lse, None, None, ref, SCALE, None)
     given = {x.untyped_storage().data_ptr() for x in (q, k, v, dout, out, lse)}
     assert not given & {x.untyped_storage().data_ptr() for x in grads if x.numel()}
 
@@ -90,9 +90,9 @@ def _memory_of_exchanged_heads(group, rank):
         plan = plan_attention(Layout.contiguous(12, degree), Mask.causal(12), route, (4, 2))
         ref = share_of(plan, group)
         q, k, v, dout = local_inputs(plan=plan, rank=rank)
-        out, lse, together = attention_forward(q, k, v, None, None, ref, SCALE, None, ref.exchanged)
+        out, lse, together = attention_forward(q, k, v, None, None, ref, SCALE, None)
         results = [out, lse, *together]
-        grads = attention_backward(dout, *together, lse, None, None, ref, SCALE, None, ref.exchanged)
+        grads = attention_backward(dout, *together, lse, None, None, ref, SCALE, None)
         before = [x.untyped_storage().data_ptr() for x in (q, k, v, dout, *results)]
         shared.append(len(before) - len(set(before)))
         shared.append(len(set(before) & {x.untyped_storage().data_ptr() for x in grads if x.numel()}))
@@ -105,10 +105,9 @@ def test_nor_where_heads_are_exchanged():
 
 def _as_compiled(group, rank, plan, heads):
     ref = share_of(plan, group)
-    exchanged = ref.exchanged  # compiled code cannot look into an opaque object
 
     def block(q, k, v):
-        return attention_forward(q * 2, k, v, None, None, ref, SCALE, None, exchanged)[0] + 1
+        return attention_forward(q * 2, k, v, None, None, ref, SCALE, None)[0] + 1
 
     results = []
     for function in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):

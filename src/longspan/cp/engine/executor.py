@@ -20,8 +20,9 @@ from longspan.cp.engine.head_exchange import GroupedKernel, HeadExchange
 from longspan.cp.engine.merge import sink_gradient
 from longspan.cp.engine.row_transport import Group, KVGradient, Lane, ReturningGradients, Rows, arriving_rows
 from longspan.cp.engine.sums import Gradient, Output
-from longspan.kernels.choice import Kernel, Launch, choose_kernel, launches
+from longspan.kernels.choice import choose_kernel
 from longspan.kernels.masked import are_regular
+from longspan.kernels.protocol import BackwardInputs, Kernel, Launch, launches
 from longspan.kernels.scores import ScoreChange
 from longspan.names import ROUTES
 from longspan.plan import HeadShare, Layout, Plan, RankPlan, Stage, Step
@@ -71,7 +72,9 @@ class Share:
         deterministic = torch.are_deterministic_algorithms_enabled()
         key = ("kernel", q.device, q.dtype, k.shape[3], v.shape[3], changed, deterministic)
         if key not in self.kept:
-            self.kept[key] = choose_kernel(self.kernel, q, k, v, change, regular=q.is_cuda and self.regular)
+            self.kept[key] = choose_kernel(
+                self.kernel, q, k, v, change, regular=q.device.type == "cuda" and self.regular
+            )
         kernel: Kernel = self.kept[key]
         return kernel
 
@@ -232,11 +235,14 @@ def differentiate_rows(
         meter.blocks_computed += step.blocks
         for launch in share.launches(kernel, step, q, backward=True):
             with meter.spend("kernels"):
-                dq_tile, dk_tile, dv_tile = kernel.backward(
+                saved = BackwardInputs(
                     _queries(dout, launch), _queries(q, launch), _keys(rows[0], launch), _keys(rows[1], launch),
-                    _queries(out, launch), _queries(lse, launch), launch.shapes, scale,
-                    share.at(change, step, launch, q.device),
+                    _queries(out, launch), _queries(lse, launch),
                 )  # fmt: skip
+                dq_tile, dk_tile, dv_tile = kernel.backward(
+                    saved, launch.shapes, scale, share.at(change, step, launch, q.device)
+                )
+                del saved
             _count(meter, launch)
             with lane.after(dq_tile, dk_tile, dv_tile):
                 arrived()  # what is added to came over the wire while the tile was computed

@@ -17,7 +17,7 @@ from longspan.comm.traffic import Call
 from longspan.cp.engine.merge import accumulation_dtype
 from longspan.cp.engine.row_transport import Group, in_one_piece
 from longspan.cp.engine.wire import WIRES
-from longspan.kernels.choice import Kernel
+from longspan.kernels.protocol import BackwardInputs, Kernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import HeadShare, Place, RankPlan, Shape, Tile
 
@@ -189,24 +189,12 @@ class GroupedKernel:
         return out, lse
 
     def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        shapes: Sequence[Shape],
-        scale: float,
-        change: ScoreChange | None = None,
+        self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         parts = [
-            self.kernel.backward(
-                dout[:, query], q[:, query], k[:, kv], v[:, kv], out[:, query], lse[:, query], shapes, scale,
-                change and change.of_heads(query),
-            )
+            self.kernel.backward(saved.of_heads(query, kv), shapes, scale, change and change.of_heads(query))
             for query, kv in self._slices
-        ]  # fmt: skip
+        ]
         dq, dk, dv = (torch.cat(tensors, dim=1) for tensors in zip(*parts, strict=True))
         return dq, dk, dv
 
