@@ -62,7 +62,8 @@ def test_neighbours_that_share_a_node(monkeypatch: pytest.MonkeyPatch, ranks: li
     """Nodes of two ranks: 0 and 1, 2 and 3, 4 and 5."""
     group = object()
     monkeypatch.setattr(dist, "get_process_group_ranks", {group: ranks}.__getitem__)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     assert ranks_per_node(group) == found
     assert ranks_per_node(None) is None
     monkeypatch.delenv("LOCAL_WORLD_SIZE")

@@ -439,7 +439,7 @@ def test_refusals():
         SpecError, match=r"layer 2 is to have experts, but the model's config has none[\s\S]*set experts"
     ):
         MixtureOfExperts(make_config(), 2)
-    with pytest.raises(SpecError, match=r"shared_intermediate_size is 10, and shared is NoneType[\s\S]*of that width"):
+    with pytest.raises(SpecError, match=r"shared_intermediate_size is 10, and shared is NoneType[\s\S]*of that size"):
         MixtureOfExperts(moe_config(), 0)
     with pytest.raises(SpecError, match=r"shared_intermediate_size is 0, and shared is SharedExpert"):
         MixtureOfExperts(moe_config(shared=0), 0, SharedExpert(SHARED))

@@ -157,7 +157,7 @@ def test_configs_of_transformers_4_and_5_mean_the_same(tmp_path):
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, r"partial_rotary_factor 0.5"),
         ({"rope_theta": 5.0}, r"rope_parameters .* contradicts rope_theta 5.0"),
         ({"num_key_value_heads": 3}, r"config.json: [\s\S]*3 KV heads do not divide 4 query heads"),
-        ({"hidden_size": "absent"}, r"config.json: [\s\S]*width[\s\S]*hidden_size"),
+        ({"hidden_size": "absent"}, r"config.json: [\s\S]*hidden_size\s+Field required"),
     ],
 )
 def test_unsupported_configs_are_refused_by_name(tmp_path, changes, words):

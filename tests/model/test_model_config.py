@@ -63,7 +63,7 @@ def test_num_parameters_of_smollm2_135m():
             {"num_heads": 9, "num_kv_heads": 2, "hidden_size": 36},
             ["2 KV heads do not divide 9 query heads", "[1, 3, 9]"],
         ),
-        ({"hidden_size": 30}, ["width 30 is not a multiple of 4 heads", "set head_dim"]),
+        ({"hidden_size": 30}, ["hidden_size 30 is not a multiple of 4 heads", "set head_dim"]),
         ({"head_dim": 7}, ["head_dim 7 is odd", "head_dim=8"]),
         ({"hidden_size": 12}, ["head_dim 3 is odd"]),
         ({"windows": (None,)}, ["windows has 1 entries for 2 layers", "None = full"]),
