@@ -13,7 +13,7 @@ Shape suffixes: S global tokens of the row (of a user's array: its columns), B r
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -78,6 +78,12 @@ class Batch:
     numbers: IntArray | None = None
 
     def __post_init__(self) -> None:
+        self._check_shapes()
+        _check_labels(self.labels, shift_labels(self.input_ids, self.lengths))
+        _check_positions(self.position_ids, positions(self.lengths, self.parents))
+
+    def _check_shapes(self) -> None:
+        """Make the arrays read-only; raise DataError for arrays that are not of one row."""
         for name in ("input_ids", "labels", "position_ids", *(("numbers",) if self.numbers is not None else ())):
             view = _int64_row(getattr(self, name), name).view()
             view.flags.writeable = False
@@ -97,8 +103,6 @@ class Batch:
             raise DataError(f"{self.numbers.size} numbers do not number {S} tokens")
         if self.input_ids.min() < 0:
             raise DataError(f"input id {self.input_ids.min()} at token {self.input_ids.argmin()} is negative")
-        _check_labels(self.labels, shift_labels(self.input_ids, self.lengths))
-        _check_positions(self.position_ids, positions(self.lengths, self.parents))
 
     @classmethod
     def from_documents(
@@ -107,12 +111,18 @@ class Batch:
         loss_masks: Sequence[npt.ArrayLike | None] | None = None,
         *,
         labels: Sequence[npt.ArrayLike | None] | None = None,
+        numbers: IntArray | None = None,
     ) -> "Batch":
-        """Documents, each integer (n,), end to end; loss masks (n,) of 0 and 1, or labels (n,), or None for each."""
+        """Documents, each integer (n,), end to end; loss masks (n,) of 0 and 1, or labels (n,), or None for each.
+
+        `numbers` int64 (S,): the number of each token in the run.
+        """
         rows = [integers(document, f"document {i}") for i, document in enumerate(documents)]
         given = zip(rows, one_each(labels, rows, "labels"), one_each(loss_masks, rows, "loss masks"), strict=True)
         wanted = [targets(row, label, mask, of=f" of document {i}") for i, (row, label, mask) in enumerate(given)]
-        return cls._packed(joined(rows, np.int64), [row.size for row in rows], joined(wanted, np.bool_))
+        return cls._packed(
+            joined(rows, np.int64), [row.size for row in rows], joined(wanted, np.bool_), numbers=numbers
+        )
 
     @classmethod
     def from_padded(
@@ -227,7 +237,7 @@ class Batch:
             for parent in batch.parents or [-1] * len(batch.lengths)
         ]
         given = [batch.numbers for batch in batches]
-        return cls(
+        return cls._derived(
             np.concatenate([batch.input_ids for batch in batches]),
             np.concatenate([batch.labels for batch in batches]),
             np.concatenate([batch.position_ids for batch in batches]),
@@ -238,11 +248,26 @@ class Batch:
 
     @classmethod
     def _packed(
-        cls, ids: IntArray, lengths: Sequence[int] | IntArray, wanted: Flags, parents: tuple[int, ...] = ()
+        cls,
+        ids: IntArray,
+        lengths: Sequence[int] | IntArray,
+        wanted: Flags,
+        parents: tuple[int, ...] = (),
+        numbers: IntArray | None = None,
     ) -> "Batch":
         """Documents end to end; `ids`, and whether each is to be predicted, row after row."""
         row, sizes = ids.flatten(), tuple(int(n) for n in lengths)
-        return cls(row, shift_labels(row, sizes, wanted.flatten()), positions(sizes, parents), sizes, parents)
+        labels, places = shift_labels(row, sizes, wanted.flatten()), positions(sizes, parents)
+        return cls._derived(row, labels, places, sizes, parents, numbers)
+
+    @classmethod
+    def _derived(cls, *values: Any) -> "Batch":
+        """A batch whose labels and positions were derived from its ids and lengths, and so are not derived again to compare."""
+        made = object.__new__(cls)
+        for field, value in zip(fields(cls), values, strict=True):
+            object.__setattr__(made, field.name, value)
+        made._check_shapes()
+        return made
 
     @property
     def seq_len(self) -> int:

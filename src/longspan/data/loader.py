@@ -3,7 +3,6 @@ It is keyed by the data-parallel rank alone, so that all ranks of a CP, TP or PP
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -133,7 +132,7 @@ class Loader(Iterator[Batch]):
             row * self._seq_len + np.arange(sum(map(len, parts)), dtype=np.int64)
             for row, parts in zip(rows, documents, strict=True)
         ]
-        return replace(Batch.from_documents(list(chain(*documents))), numbers=np.concatenate(numbers))
+        return Batch.from_documents(list(chain(*documents)), numbers=np.concatenate(numbers))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch begins, the same on every rank: plain values that JSON can hold."""

@@ -86,7 +86,7 @@ def longest_batch(config: TrainConfig, vocab_size: int) -> Batch:
     lengths = (config.data.seq_len,) * config.micro_batch_size
     ids = np.arange(sum(lengths), dtype=np.int64)
     documents = np.split(ids % vocab_size, np.cumsum(lengths)[:-1])
-    return replace(Batch.from_documents(documents), numbers=ids)
+    return Batch.from_documents(documents, numbers=ids)
 
 
 def tell(peaks: Sequence[RankPeak], budget: Budget, run_dir: Path, *, quiet: bool) -> None:
