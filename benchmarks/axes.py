@@ -33,10 +33,10 @@ from longspan.model import Decoder, ModelConfig, apply_tensor_parallel
 from longspan.model.rope import rotary_tables
 from longspan.train.axes import stages_of, topology_of
 from longspan.train.micro import make_micro, masks_of
-from longspan.train.model import TORCH_DTYPES, meta_model, model_config
+from longspan.train.model import TORCH_DTYPES, meta_model
 from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep, make_context
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
 
 PROPORTIONS = {
     "vocab_size": 512,

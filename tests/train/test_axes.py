@@ -13,10 +13,9 @@ from torch.distributed.distributed_c10d import _world
 from longspan.data import Batch
 from longspan.errors import SpecError
 from longspan.train.axes import topology_of
-from longspan.train.model import model_config
 from longspan.train.parallel import gather_whole
 from longspan.train.step import check_plan
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
 from tests.oracle import raised
 from tests.ranks import run_ranks
 from tests.train import reference

@@ -18,10 +18,9 @@ from torch.distributed.tensor import DTensor
 from longspan.advise.volumes import shard_elements
 from longspan.model import Decoder
 from longspan.train.axes import topology_of
-from longspan.train.model import model_config
 from longspan.train.parallel import make_stages
 from longspan.train.step import TrainStep
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
 from tests.ranks import run_ranks
 from tests.train.tiny import make_config, make_meshes
 

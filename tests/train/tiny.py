@@ -64,6 +64,7 @@ def to_toml(config: TrainConfig) -> str:
     """The configuration as a TOML file: sections of plain values."""
 
     def line(key: str, value: Any) -> str:
+        value = ["full" if item is None else item for item in value] if isinstance(value, list) else value
         text = str(value).lower() if isinstance(value, bool) else repr(value)
         return f"{key} = {text}\n"
 

@@ -84,7 +84,8 @@ class Planner:
 
         With measured costs, "balanced" keeps documents whole that are too short for a cut to pay.
         """
-        costs = replace(Costs() if measured is None else Costs.load(measured), head_dim=head_dim, itemsize=itemsize)
+        costs = Costs() if measured is None else Costs.load(measured)
+        costs = costs.model_copy(update={"head_dim": head_dim, "itemsize": itemsize})
         keeps = layout == BALANCED and measured is not None and heads is not None
         least = costs.min_split_tokens(heads[0]) if keeps and heads else 0
         return cls(layout=layout, heads=heads, costs=costs, min_split_tokens=least, **others)

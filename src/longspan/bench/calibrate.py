@@ -78,7 +78,7 @@ def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_byt
     values["all_to_all_latency"], values["all_to_all_bandwidth"] = _line(
         group, lambda size: _hop(group, others, others, size // len(others), device, collective=True), num_bytes
     )
-    return Costs(**{**vars(costs), **values})
+    return costs.model_copy(update=values)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

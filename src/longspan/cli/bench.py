@@ -1,6 +1,5 @@
 """`longspan bench`: measure. `calibrate` writes what work and traffic cost on this cluster."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
@@ -12,7 +11,6 @@ from longspan.bench.calibrate import calibrate as run_calibration
 from longspan.cli.exits import friendly
 from longspan.cli.options import check_folder, spinner
 from longspan.train.model import TORCH_DTYPES
-from longspan.train.monitor import json_line
 
 
 @click.group()
@@ -57,7 +55,7 @@ def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, device: str
         return
     costs.save(output)
     if as_json:
-        click.echo(json_line(asdict(costs)))
+        click.echo(costs.model_dump_json())
         return
     console = Console(highlight=False)
     console.print(_table(costs))

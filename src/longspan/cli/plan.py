@@ -3,6 +3,7 @@
 Also the options that describe a plan, which `longspan show` takes too. Starts without torch.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,8 @@ from longspan.names import AUTO, BALANCED, COMM_DTYPES, DTYPES, LAYOUTS, ROUTES
 from longspan.plan import Mask, Plan, route_of
 from longspan.report import PlanReport, TopologyReport, describe, describe_topology, plan_table, topology_table
 from longspan.topology import ORDER, Topology
+from longspan.train.axes import run_shape
+from longspan.train.train_config import load_config, model_config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -143,22 +146,31 @@ def _topology_options(function: F) -> F:
 
 
 @click.command()
+@click.argument("config", required=False, type=click.Path(path_type=Path))
+@click.option("--set", "overrides", multiple=True, metavar="a.b=value", help="Override a value of CONFIG; repeatable.")
 @plan_options
 @_topology_options
 @click.option("--json", "as_json", is_flag=True, help="Print the record as JSON; its keys are documented and stable.")
 @friendly
-def plan(as_json: bool, world: int | None, **options: Any) -> None:
+def plan(config: Path | None, overrides: tuple[str, ...], as_json: bool, world: int | None, **options: Any) -> None:
     """Count what a plan costs: tokens, visible pairs, rows and bytes of each rank, forward and backward.
 
+    With CONFIG, a TOML file of longspan train: the plan of each mask of the model, over the longest micro-batch of that run.
     With --world: the groups of the axes dp, tp, pp, cp (and ep), the nodes they lie in, and the plan too if --seq-len is given.
     """
+    if config is not None:
+        _refuse_given([*options, "world"], "with CONFIG", "set values of the file by --set a.b=value")
+        _show_run(config, overrides, as_json)
+        return
+    if overrides:
+        raise SpecError("--set means nothing without CONFIG", hint="give the TOML file whose values to override")
     axes = {name: options.pop(name) for name in _TOPOLOGY_NAMES}
     planned = world is None or options["seq_len"] is not None or options["documents"] is not None
     if world is None:
-        _refuse_given(_TOPOLOGY_NAMES, "--world", "set --world to the ranks of the run")
+        _refuse_given(_TOPOLOGY_NAMES, "without --world", "set --world to the ranks of the run")
     elif not planned:
         others = [name for name in options if name not in _SHARED_NAMES]
-        _refuse_given(others, "--seq-len", "set --seq-len 8k, or --documents, to plan a sequence over cp")
+        _refuse_given(others, "without --seq-len", "set --seq-len 8k, or --documents, to plan a sequence over cp")
     topology = None if world is None else _topology_of(world, axes, options)
     report = plan_of(**options)[1] if planned else None
     if as_json:
@@ -168,6 +180,22 @@ def plan(as_json: bool, world: int | None, **options: Any) -> None:
     if topology:
         console.print(topology_table(topology), *([""] if report else []))
     if report:
+        console.print(plan_table(report))
+
+
+def _show_run(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """The plans of a run's longest micro-batch."""
+    run_config = load_config(config, overrides)
+    run = run_shape(run_config, model_config(run_config))
+    reports = {name: describe(plan, run.model.head_dim, run.itemsize) for name, plan in run.longest_plans[1].items()}
+    if as_json:
+        plans = [{"layers": run.planner.layers[name], **asdict(report)} for name, report in reports.items()]
+        click.echo(json.dumps({"plans": plans}, indent=2))
+        return
+    console = Console(highlight=False)
+    for name, report in reports.items():
+        number = run.planner.layers[name]
+        console.print(f"{number} layer{'s' * (number > 1)} of mask {name}:", style="bold")
         console.print(plan_table(report))
 
 
@@ -192,14 +220,14 @@ def _to_json(topology: TopologyReport | None, report: PlanReport | None) -> str:
     return topology.to_json(**({} if report is None else {"plan": asdict(report)}))
 
 
-def _refuse_given(names: Sequence[str], without: str, hint: str) -> None:
-    """Raise if the command line has options that only mean something beside `without`."""
+def _refuse_given(names: Sequence[str], where: str, hint: str) -> None:
+    """Raise if the command line has options of these names, which have no meaning `where`, such as "without --world"."""
     context = click.get_current_context()
     given = [name for name in names if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
     if given:
         words = ", ".join(option.opts[0] for option in context.command.params if option.name in given)
         mean = "means" if len(given) == 1 else "mean"
-        raise SpecError(f"{words} {mean} nothing without {without}", hint=f"{hint}; or leave {words} out")
+        raise SpecError(f"{words} {mean} nothing {where}", hint=f"{hint}; or leave {words} out")
 
 
 def parse_tokens(text: str, option: str) -> int:

@@ -2,19 +2,11 @@
 
 import torch
 
-from longspan.model import Decoder, ModelConfig, load_weights, read_config
+from longspan.model import Decoder, load_weights
 from longspan.names import DTYPES
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
 
 TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch_name) for name, dtype in DTYPES.items()}
-
-
-def model_config(config: TrainConfig) -> ModelConfig:
-    """The decoder's shape, from the configuration or the folder it starts from."""
-    if config.model is not None:
-        return config.model
-    assert config.init_from is not None, "the configuration checks that one of the two is given"
-    return read_config(config.init_from)
 
 
 def make_model(config: TrainConfig, device: torch.device | str = "cpu") -> Decoder:

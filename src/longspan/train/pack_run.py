@@ -6,11 +6,10 @@ from pathlib import Path
 from longspan.data import open_store
 from longspan.data.pack import pack
 from longspan.errors import SpecError
-from longspan.model.model_config import ModelConfig
 from longspan.report import PackReport
 from longspan.train.axes import planner_of, topology_of
 from longspan.train.run_loader import make_loader
-from longspan.train.train_config import PackConfig
+from longspan.train.train_config import PackConfig, model_config
 
 
 def pack_run(
@@ -31,16 +30,9 @@ def pack_run(
             f"data.manifest={config.data.manifest}: rows that are packed are not packed again",
             hint="leave it out: --set data.manifest=none",
         )
-    planner = planner_of(config, _model(config), topology_of(config))
+    model = None if config.model is None and config.init_from is None else model_config(config)
+    planner = planner_of(config, model, topology_of(config))
     planner.check()
     store = open_store(config.data, tokenised)
     loader = make_loader(config, store, dp_rank=0, dp_size=1)
     return pack(loader, store, planner, output, epochs=epochs, packed=packed)
-
-
-def _model(config: PackConfig) -> ModelConfig | None:
-    if config.init_from is None:
-        return config.model
-    from longspan.model import read_config  # loads torch, which a configuration that has its model does not need
-
-    return read_config(config.init_from)

@@ -19,8 +19,8 @@ from longspan.comm.meshes import Meshes
 from longspan.model import Decoder, MixtureOfExperts, apply_expert_parallel, apply_tensor_parallel
 from longspan.names import DTYPES
 from longspan.train.axes import stages_of
-from longspan.train.model import TORCH_DTYPES, first_weights, meta_model, model_config
-from longspan.train.train_config import TrainConfig
+from longspan.train.model import TORCH_DTYPES, first_weights, meta_model
+from longspan.train.train_config import TrainConfig, model_config
 
 
 def make_stages(config: TrainConfig, meshes: Meshes) -> list[nn.Module]:

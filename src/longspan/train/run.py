@@ -23,12 +23,11 @@ from longspan.train.flops import Meter, Speed, peak_flops
 from longspan.train.memory.preflight import preflight, tell
 from longspan.train.memory.start_table import Start, degrees
 from longspan.train.micro import visible_pairs
-from longspan.train.model import model_config
 from longspan.train.monitor import Monitor
 from longspan.train.parallel import make_stages
 from longspan.train.run_loader import make_loader
 from longspan.train.step import StepResult, TrainStep, check_plan
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
 from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure, pairs_of_step
 
 

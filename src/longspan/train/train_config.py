@@ -221,6 +221,16 @@ class PackConfig(TrainConfig):
     _needs_model: ClassVar[bool] = False
 
 
+def model_config(config: TrainConfig) -> ModelConfig:
+    """The decoder's configuration, from [model] or from the folder `init_from`."""
+    if config.model is not None:
+        return config.model
+    assert config.init_from is not None, "the configuration checks that one of the two is given"
+    from longspan.model import read_config  # loads torch, which a configuration with [model] does not need
+
+    return read_config(config.init_from)
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
     """The run that a TOML file with overrides describes: see `read_values`.
 

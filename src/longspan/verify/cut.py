@@ -7,8 +7,7 @@ What only repeats goes: layers of a mask that others have, and tokens beyond wha
 from typing import Any
 
 from longspan.errors import SpecError
-from longspan.train.model import model_config
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
 from longspan.verify.verify_config import VerifyConfig
 
 

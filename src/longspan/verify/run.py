@@ -8,10 +8,9 @@ from typing import Any
 from longspan.comm.devices import device_type
 from longspan.comm.launch import launch
 from longspan.train.axes import topology_of
-from longspan.train.model import model_config
 from longspan.train.run import check_ranks, prepare_corpus
 from longspan.train.step import check_plan
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
 from longspan.verify.baseline import run_baseline
 from longspan.verify.cut import cut
 from longspan.verify.evidence import Evidence
