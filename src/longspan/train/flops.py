@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 
 from longspan.model.model_config import ModelConfig
+from longspan.names import DTYPES
 
 PEAKS: dict[tuple[str, ...], tuple[float, float]] = {
     ("A100",): (312, 19.5),
@@ -107,7 +108,7 @@ def peak_flops(device_name: str, dtype: str) -> float | None:
     such as a CPU, fp64, or a slice of a device (MIG)."""
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     known = [key for key in PEAKS if words.issuperset(key)]
-    if not known or "MIG" in words or dtype not in ("bf16", "fp16", "fp32"):
+    if not known or "MIG" in words or DTYPES[dtype].itemsize > 4:
         return None
     return PEAKS[max(known, key=len)][dtype == "fp32"] * 1e12
 

@@ -78,6 +78,11 @@ class ParallelConfig(_Record):
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
     """After this long without an answer from a peer, a rank gives up: in every group, whatever travels in it."""
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether the route works on a few heads at a time, from the input of the projections: "upipe"."""
+        return self.route != AUTO and ROUTES[self.route].staged
+
 
 class OptimConfig(_Record):
     """AdamW with linear warm-up and a cosine down to `min_lr_ratio * lr`; the norm of all gradients is clipped."""
@@ -163,7 +168,7 @@ class TrainConfig(_Record):
                 f"defer_reduction=false with pp={self.parallel.pp}: a pipeline reduces once, behind its last micro-batch",
                 hint="leave defer_reduction at true",
             )
-        staged = self.parallel.route != AUTO and ROUTES[self.parallel.route].staged
+        staged = self.parallel.is_staged
         if staged and self.parallel.tp > 1:
             raise SpecError(
                 f'route "{self.parallel.route}" with tp={self.parallel.tp}: it holds the projections of a layer whole',

@@ -146,7 +146,7 @@ def _named(config: TrainConfig, rank: int, budget: Budget) -> Iterator[None]:
 
 def _ways_out(config: TrainConfig) -> str:
     ways = {"none": 'recompute to "block" or "full"', "block": 'recompute to "full"', "full": ""}[config.recompute]
-    if config.parallel.route == "upipe" or config.parallel.schedule == "zero-bubble":
+    if config.parallel.is_staged or config.parallel.schedule == "zero-bubble":
         ways = ""
     rows = "micro_batch_size lower" if config.micro_batch_size > 1 else "data.seq_len lower"
     more = ["parallel.cp higher", *(["dtype to bf16"] if config.dtype in ("fp32", "fp64") else [])]
