@@ -100,7 +100,7 @@ CORRECT = "correct them in the configuration file or with --set name=value"
         (
             setting("steps"),
             "error: --set 'steps' is not of the form section.key=value",
-            "such as --set parallel.cp=2",
+            "write it as --set parallel.cp=2",
         ),
         (
             setting("init_from=weights"),

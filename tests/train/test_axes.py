@@ -242,11 +242,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         on(tp=2, cp=2, ranks_per_node=2, order="cp-tp-ep-dp-pp"),
         r"a TP group lies across nodes of 2 ranks: ranks 0,2.*\s+hint: put tp first",
     ),
-    "ddp": (on(tp=2, wrapper="ddp"), r"DDP knows dp x cp alone\s+hint: use parallel.wrapper=\"fsdp\""),
+    "ddp": (on(tp=2, wrapper="ddp"), r"DDP supports only dp and cp\s+hint: use parallel.wrapper=\"fsdp\""),
     "upipe and tp": (on(tp=2, cp=2, route="upipe"), r"route \"upipe\" with tp=2"),
     "zero-bubble and recompute": (
         {**on(pp=2, schedule="zero-bubble"), "recompute": "block"},
-        r"each would compute the block again\s+hint: set recompute",
+        r"each would recompute the block\s+hint: set recompute",
     ),
     "each reduced in a pipeline": (on(pp=2, defer_reduction=False), r"a pipeline reduces once"),
     "compile and tp": ({**on(tp=2), "compile": True}, r"compile=true with tp=2, pp=1 is not supported"),
