@@ -243,13 +243,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"a TP group lies across nodes of 2 ranks: ranks 0,2.*\s+hint: put tp first",
     ),
     "ddp": (on(tp=2, wrapper="ddp"), r"DDP supports only dp and cp\s+hint: use parallel.wrapper=\"fsdp\""),
-    "upipe and tp": (on(tp=2, cp=2, route="upipe"), r"route \"upipe\" with tp=2"),
+    "upipe and tp": (on(tp=2, cp=2, route="upipe"), r"route \"upipe\" with parallel.tp=2"),
     "zero-bubble and recompute": (
         {**on(pp=2, schedule="zero-bubble"), "recompute": "block"},
         r"each would recompute the block\s+hint: set recompute",
     ),
-    "each reduced in a pipeline": (on(pp=2, defer_reduction=False), r"a pipeline reduces once"),
-    "compile and tp": ({**on(tp=2), "compile": True}, r"compile=true with tp=2, pp=1 is not supported"),
+    "each reduced in a pipeline": (on(pp=2, defer_reduction=False), r"a pipeline reduces gradients once"),
+    "compile and tp": (
+        {**on(tp=2), "compile": True},
+        r"compile=true with parallel.tp=2, parallel.pp=1 is not supported",
+    ),
     "compile and experts": ({**EXPERTS, "compile": True}, r"compile=true with experts"),
 }
 
