@@ -195,7 +195,8 @@ def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
         ),
         (
             ("--ranks-per-node", "2"),
-            "error: --ranks-per-node has no effect on --route ring: the inner degree is not chosen\n\nhint: remove --ranks-per-node\n",
+            "error: --ranks-per-node has no effect on --route ring: the inner degree is not chosen\n\n"
+            "hint: remove --ranks-per-node\n",
         ),
         (
             ("--route", "usp", "--inner", "2", "--ranks-per-node", "2", "--heads", "8/8"),

@@ -114,7 +114,7 @@ CORRECT = "correct the configuration file, or use --set name=value"
         ),
         (
             setting("model.vocab_size=100"),
-            "error: the tokenizer has 256 tokens and the model's vocab_size is 100",
+            "error: the tokenizer has 256 tokens, but model.vocab_size is 100",
             "set model.vocab_size to at least 256",
         ),
         (
@@ -144,8 +144,8 @@ CORRECT = "correct the configuration file, or use --set name=value"
         ),
         (
             setting("export=true", "model.qk_norm=true"),
-            "error: export=true: a Llama folder cannot describe qk_norm=True, windows=()",
-            "set export=false and use checkpoint_every, or a model without these",
+            "error: export=true: a Hugging Face Llama folder cannot represent qk_norm=True, windows=()",
+            "set export=false and use checkpoint_every, or remove these options of the model",
         ),
         (
             setting("parallel.tp=2"),

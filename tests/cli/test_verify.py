@@ -176,7 +176,7 @@ def test_exit_code_of_a_broken_rule(folder: Path, fault: str) -> None:
         ),
         (
             ("--set", "model.vocab_size=7"),
-            "error: the tokenizer has 256 tokens and the model's vocab_size is 7\n\n"
+            "error: the tokenizer has 256 tokens, but model.vocab_size is 7\n\n"
             "hint: set model.vocab_size to at least 256\n",
         ),
     ],

@@ -281,8 +281,8 @@ def test_a_world_that_the_degrees_do_not_make(monkeypatch: pytest.MonkeyPatch) -
 def test_dropout_needs_the_numbers_of_tokens() -> None:
     (text,) = run_ranks(1, train_without_numbers, axes_config())
     assert text == (
-        "dropout=0.25 and a batch whose tokens have no numbers\n\n"
-        "hint: take batches from a Loader, or set Batch.numbers: each token's number in the run"
+        "dropout=0.25 needs Batch.numbers, which a batch lacks\n\n"
+        "hint: take batches from a Loader, or set Batch.numbers to each token's number in the run"
     )
 
 
