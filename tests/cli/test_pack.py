@@ -107,7 +107,7 @@ def test_a_file_that_is_there_stays(folder: Path) -> None:
         ),
         (
             ("--set", "data.manifest=old.parquet"),
-            "data.manifest=old.parquet: rows that are packed are not packed again",
+            "data.manifest=old.parquet: the rows of this configuration are already packed",
         ),
         (
             ("--set", "parallel.route=ulysses", "--set", "parallel.cp=3"),

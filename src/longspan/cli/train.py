@@ -68,7 +68,7 @@ def _table(summary: Summary) -> Table:
     table.add_row("steps", f"{summary.steps}, {summary.tokens:,} tokens on {_ranks(summary)}")
     table.add_row("speed", speed_words(summary))
     if summary.mfu is not None:
-        full = f"{summary.tflops_full:,.0f} if every token attended to its whole row"
+        full = f"{summary.tflops_full:,.0f} with full S x S attention"
         table.add_row("work", f"{summary.tflops:,.0f} TFLOP/s a device; {full}")
     if summary.ranks > 1:
         pairs, seconds = summary.pairs_imbalance, summary.time_imbalance

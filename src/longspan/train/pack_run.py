@@ -1,4 +1,4 @@
-"""`longspan pack`: the rows that a run of a configuration would read, as a manifest. No torch."""
+"""Pack the rows of a run into a manifest, for `longspan pack`. No torch, unless `init_from` is set."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +21,15 @@ def pack_run(
     tokenised: Callable[[int], None] | None = None,
     packed: Callable[[int, int], None] | None = None,
 ) -> PackReport:
-    """Write the rows that a run of this configuration would read to a manifest.
+    """Write the rows that a run of this configuration would read to a manifest, and return its report.
 
-    `tokenised` is called with the documents done, `packed` as by `longspan.data.pack.pack`. Raises SpecError, DataError: what no
-    rank could carry out, and what `open_store` and `pack` raise.
+    `tokenised` is called with the number of tokenised documents, `packed` as in `longspan.data.pack.pack`. Raises
+    `SpecError` for a configuration that cannot run, `DataError` for the corpus.
     """
     if config.data.manifest is not None:
         raise SpecError(
-            f"data.manifest={config.data.manifest}: rows that are packed are not packed again",
-            hint="leave it out: --set data.manifest=none",
+            f"data.manifest={config.data.manifest}: the rows of this configuration are already packed",
+            hint="remove it: --set data.manifest=none",
         )
     planner = planner_of(config, _model(config), topology_of(config))
     planner.check()
@@ -41,6 +41,6 @@ def pack_run(
 def _model(config: PackConfig) -> ModelConfig | None:
     if config.init_from is None:
         return config.model
-    from longspan.model import read_config  # loads torch, which a configuration that has its model does not need
+    from longspan.model import read_config  # imports torch, which a configuration with [model] does not need
 
     return read_config(config.init_from)
