@@ -165,8 +165,8 @@ def test_exit_code_of_a_broken_rule(folder: Path, fault: str) -> None:
         (
             ("--layout", "spiral"),
             "error: VerifyConfig: 1 invalid value\n"
-            "  layouts.0: Input should be 'contiguous', 'zigzag', 'striped' or 'balanced' (got 'spiral')\n\n"
-            "hint: correct the configuration file, or use --set name=value\n",
+            "  layouts.0: layout 'spiral' is not known\n\n"
+            "hint: choose one of contiguous, zigzag, striped, balanced\n",
         ),
         (
             ("--set", "parallel.wrapper=ddp", "--dtype", "fp64", "--dtype", "bf16"),

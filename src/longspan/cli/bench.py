@@ -1,5 +1,4 @@
-"""`longspan bench`: measurements. `calibrate` writes the costs of compute and communication on this cluster to a
-file."""
+"""`longspan bench`: `calibrate` measures the costs of compute and communication on this cluster."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -33,8 +33,7 @@ def check_folder(output: Path) -> None:
 
 @contextmanager
 def spinner(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows the current task on stderr: a transient spinner on a terminal, else one line per
-    task."""
+    """Yield a function that shows the current task on stderr: a spinner on a terminal, else one line per task."""
     console = Console(stderr=True, highlight=False)
     if quiet or not console.is_interactive:
         yield (lambda text: None) if quiet else console.print

@@ -203,8 +203,7 @@ def plan(as_json: bool, world: int | None, **options: Any) -> None:
 
 
 def _topology_of(world: int, axes: dict[str, Any], options: dict[str, Any]) -> TopologyReport:
-    """Report of the topology. Replaces `ranks_per_node` in `options` by the ranks of one CP group on a node, or None if
-    unused."""
+    """Report of the topology. Sets `ranks_per_node` in `options` to the ranks of a CP group on a node, None if unused."""
     domain, ranks_per_node = axes.pop("domain"), options["ranks_per_node"]
     options["cp"] = 1 if options["cp"] is None else options["cp"]
     try:

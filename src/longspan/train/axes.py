@@ -27,8 +27,7 @@ def topology_of(config: TrainConfig) -> Topology:
 
 
 def nodes_of(config: TrainConfig, topology: Topology) -> Nodes:
-    """Return the nodes of a run, with `parallel.ranks_per_node` ranks each. Default: LOCAL_WORLD_SIZE, else one
-    node."""
+    """Return the nodes of a run. Default ranks per node: LOCAL_WORLD_SIZE under torchrun, else the world size."""
     local = config.parallel.ranks_per_node or local_world_size() or topology.world
     whole = config.parallel.ranks_per_node is None and topology.world % local
     return Nodes(topology, topology.world if whole else local)

@@ -138,8 +138,7 @@ def check_export(config: ModelConfig) -> None:
 
 
 def export(run_dir: Path, step: TrainStep) -> Path:
-    """Gather the weights on rank 0 and write a Hugging Face folder, replacing an older one. Collective over the
-    world."""
+    """Gather the weights on rank 0 and write a Hugging Face folder, replacing an older one. Collective."""
     whole = gather_whole(step.stages, step.meshes)
     folder = run_dir / "model"
     if dist.get_rank() == 0:

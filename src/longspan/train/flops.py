@@ -67,8 +67,7 @@ class Meter:
     """Peak FLOP/s of one device: see `peak_flops`."""
 
     def speed(self, tokens: int, pairs: int, seconds: float) -> Speed:
-        """Speed at which all devices together process `tokens`, with `pairs` visible pairs summed over layers, in
-        `seconds`."""
+        """Speed of all devices together. `pairs`: visible pairs of `tokens`, summed over layers."""
         each = seconds * self.devices
         done = step_flops(self.model, tokens, pairs)
         full = step_flops(self.model, tokens, tokens * self.seq_len * self.model.num_layers)
@@ -83,8 +82,7 @@ class Meter:
 
 
 def step_flops(model: ModelConfig, tokens: int, pairs: int) -> int:
-    """FLOPs of forward and backward on all devices together. `pairs`: visible (query, key) pairs, summed over
-    layers."""
+    """FLOPs of forward and backward on all devices together. `pairs`: visible pairs, summed over layers."""
     return 6 * multiplying_parameters(model) * tokens + 12 * model.num_heads * model.head_dim * pairs
 
 

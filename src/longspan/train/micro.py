@@ -29,8 +29,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Micro:
-    """Decoder inputs over the T slots of a rank. Under sp, `tokens` and `routing` cover only the T/tp slots of this tp
-    rank."""
+    """Decoder inputs over the T slots of a rank. Under sp, `tokens` and `routing` cover this tp rank's T/tp slots."""
 
     input_ids: Tensor
     """(1, T), int64."""

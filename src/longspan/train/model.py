@@ -1,5 +1,4 @@
-"""The initial decoder of a run, with the same weights at every degree. Used by training and by both sides of
-`verify`."""
+"""The initial decoder of a run, with the same weights at every degree, for training and both sides of `verify`."""
 
 import torch
 

@@ -1,7 +1,6 @@
 """Output of a run on rank 0: a metrics file, TensorBoard events and a progress bar, from measurements of all ranks.
 
-run_dir/metrics.jsonl    one object per step: {"step": 1, "loss": ..., "slowest_rank": 0, ..., "ranks": [{"pairs": ...},
-...]}
+run_dir/metrics.jsonl    one object per step: {"step": 1, "loss": ..., "slowest_rank": 0, ..., "ranks": [...]}
 """
 
 import json

@@ -98,8 +98,7 @@ def update(
 def global_norm(
     tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> float:
-    """2-norm over all tensors of all ranks of `group`; of a DTensor, the local shard counts. Collective over
-    `group`."""
+    """2-norm of all tensors on all ranks of `group`. A DTensor counts with its local shard. Collective."""
     here = [_local(tensor) for tensor in tensors]
     norms = torch.stack(torch._foreach_norm(here)) if here else torch.zeros(0, device=device)
     total = norms.double().square().sum()  # widen before squaring, against overflow

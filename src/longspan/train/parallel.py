@@ -24,8 +24,7 @@ from longspan.train.train_config import TrainConfig
 
 
 def make_stages(config: TrainConfig, meshes: Meshes) -> list[nn.Module]:
-    """Make this rank's wrapped stages with their initial weights: stages pp_rank, pp_rank + pp, ... One stage without
-    pp."""
+    """Make this rank's wrapped stages with their initial weights: stages pp_rank, pp_rank + pp, ..."""
     layers = stages_of(config, model_config(config))[meshes.data["pp"].get_local_rank() :: meshes.topology.pp]
     return [wrap(meta_model(config, part), meshes, config) for part in layers]
 

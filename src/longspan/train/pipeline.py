@@ -52,15 +52,14 @@ class Pipeline:
         self._factor, self._total = 1.0, torch.zeros(())
 
     def run(self, micros: Sequence[Micro], factor: float) -> Tensor:
-        """Compute the gradients of `factor` x the loss sum. Returns the loss sum on the last stage's ranks, 0
-        elsewhere."""
+        """Compute the gradients of `factor` x loss sum. Returns the loss sum on the last stage's ranks, else 0."""
         total = self._through(micros, factor, self.schedule.step)
         if self._ends is not None:
             self._sum_embedding_gradients(self._ends)
         return total
 
     def evaluate(self, micros: Sequence[Micro]) -> Tensor:
-        """Return the loss sum on the last stage's ranks, 0 elsewhere, without gradients."""
+        """Return the loss sum on the last stage's ranks, else 0. Computes no gradients."""
         return self._through(micros, 1.0, self.schedule.eval)
 
     def _through(self, micros: Sequence[Micro], factor: float, run: Any) -> Tensor:

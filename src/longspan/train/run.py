@@ -230,8 +230,7 @@ def meter_of(config: TrainConfig, device_type: str, devices: int) -> Meter:
 
 
 def join(config: TrainConfig) -> Meshes:
-    """Join the world and return this rank's meshes, with the degrees of the configuration. Collective over the
-    world."""
+    """Join the world and return this rank's meshes, with the degrees of the configuration. Collective."""
     parallel = config.parallel
     timeout = timedelta(seconds=parallel.timeout_seconds)
     return join_world(topology_of(config), timeout, parallel.threads, parallel.device)

@@ -70,8 +70,10 @@ class TrainStep:
         """Number of ranks over which the wrapper averages gradients: 1 if the wrapper sums them."""
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
-        """Accumulate gradients over this dp rank's micro-batches and update the weights. `step` counts from 0.
-        Collective over all ranks."""
+        """Accumulate gradients over this dp rank's micro-batches and update the weights. Collective over the world.
+
+        `step` counts from 0.
+        """
         self.own_targets = 0
         loss, targets, tokens, balance_loss = self.backward(batches)
         rate = learning_rate(self.config.optim, step, self.config.steps)
@@ -79,8 +81,7 @@ class TrainStep:
         return StepResult(loss, norm, rate, targets, tokens, not math.isfinite(norm), balance_loss)
 
     def update(self, rate: float) -> float:
-        """Clip the global gradient, step the optimizers, and return the norm before clipping. Collective over all
-        ranks."""
+        """Clip the global gradient, step the optimizers, and return the norm before clipping. Collective."""
         named = [(stage, *pair) for stage in self.stages for pair in decoder_of(stage).named_parameters()]
         missed = [name for _, name, p in named if p.requires_grad and p.grad is None]
         assert not missed, f"parameters without a gradient: {missed}"
@@ -129,8 +130,7 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | None]) -> float:
-        """Return the mean loss over the valid tokens of all dp ranks' rows. None stands for no row. Collective over all
-        ranks."""
+        """Return the mean loss over the valid tokens of all dp ranks' rows; None is no row. Collective."""
         # FSDP's all-gathers need every rank, so a rank without a row runs one token that has no target.
         empty = Batch.from_documents([[0]])
         rows = [batch or empty for batch in batches]

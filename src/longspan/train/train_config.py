@@ -35,16 +35,16 @@ class ParallelConfig(_Record):
     cp: Positive = 1
     """Context-parallel degree: number of ranks that share one sequence. Default: 1."""
     dp: Positive | None = None
-    """Data-parallel degree: number of groups of ranks that read different rows. Default: world size / (tp x pp x cp)
-    under torchrun, else 1."""
+    """Data-parallel degree: number of groups of ranks that read different rows.
+    Default: world size / (tp x pp x cp) under torchrun, else 1."""
     tp: Positive = 1
     """Tensor-parallel degree: number of ranks that share heads, MLP features and vocabulary. Default: 1."""
     sp: bool = True
     """Use Megatron's sequence parallelism: norms, residuals and dropout run on 1/tp of a rank's tokens. No effect at
     tp=1. Default: true."""
     pp: Positive = 1
-    """Pipeline-parallel degree. A step runs `gradient_accumulation_steps` micro-batches through the pipeline. Default:
-    1."""
+    """Pipeline-parallel degree. A step runs `gradient_accumulation_steps` micro-batches through the pipeline.
+    Default: 1."""
     schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
     """Pipeline schedule. Default: "1f1b"."""
     stages_per_rank: Positive | None = None
@@ -52,8 +52,8 @@ class ParallelConfig(_Record):
     ep: Positive = 1
     """Expert-parallel degree: number of ranks that share the experts of a layer. Default: 1."""
     dp_replicate: Positive = 1
-    """HSDP: number of replicas of the sharded weights, a divisor of dp. Default: 1, weights are sharded over all of dp
-    x cp."""
+    """HSDP: number of replicas of the sharded weights, a divisor of dp.
+    Default: 1, weights are sharded over all of dp x cp."""
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes in the world, fastest-varying (neighbouring ranks) first. Default: "tp-cp-ep-dp-pp"."""
     ranks_per_node: Positive | None = None
@@ -69,17 +69,17 @@ class ParallelConfig(_Record):
     heads_per_stage: Positive | None = None
     """Number of query heads that route "upipe" attends at a time. Default: the fewest that fit."""
     comm_dtype: CommDtype | None = None
-    """Communication dtype, "bf16" or "fp8": keys and values are rounded to it before they are sent. Default:
-    `dtype`."""
+    """Communication dtype, "bf16" or "fp8": keys and values are rounded to it before they are sent.
+    Default: `dtype`."""
     costs: Path | None = None
     """File written by `longspan bench calibrate` on this cluster. Route "auto" estimates times by it; layout "balanced"
-    leaves a document whole if splitting it would cost more than it saves. Default: typical costs, and every document
-    may be split."""
+    leaves a document whole if splitting it would cost more than it saves.
+    Default: typical costs, and every document may be split."""
     kernel: KernelName = AUTO
     """Attention kernel. Default: "auto", the fastest that supports the device, the dtype and the tile."""
     pad_to_multiple_of: Positive | None = None
-    """Pad each rank's local sequence length, in tokens, to a multiple with padding slots. Default: no padding beyond
-    what tp and pp need."""
+    """Pad each rank's local sequence length, in tokens, to a multiple with padding slots.
+    Default: no padding beyond what tp and pp need."""
     wrapper: Literal["fsdp", "ddp"] = "fsdp"
     """"fsdp": shard parameters, gradients and moments over dp x cp (FSDP2). "ddp": replicate them; for fp32 and fp64,
     with tp, pp, ep and dp_replicate of 1. Default: "fsdp"."""
@@ -138,21 +138,21 @@ class TrainConfig(_Record):
     Default: "fp32"."""
     recompute: Literal["none", "block", "full"] = "none"
     """Activation checkpointing. "block": keep each block's input and attention output and recompute the rest in
-    backward, without repeating communication. "full": keep only the input, and repeat attention too. Default:
-    "none"."""
+    backward, without repeating communication. "full": keep only the input, and repeat attention too.
+    Default: "none"."""
     compile: bool = False
     """torch.compile every block as one graph. Every new local sequence length recompiles; set
-    parallel.pad_to_multiple_of to keep their number low. Default: false."""
+    parallel.pad_to_multiple_of to reduce the number of lengths. Default: false."""
     eval_every: Positive | None = None
-    """Optimizer steps between evaluations on held-out rows, with one more after the last step. Default: no
-    evaluation."""
+    """Optimizer steps between evaluations on held-out rows; one also follows the last step.
+    Default: no evaluation."""
     eval_rows: Positive | None = 8
     """Held-out rows per evaluation; None: all. Default: 8."""
     checkpoint_every: Positive | None = None
-    """Optimizer steps between checkpoints, with one more after the last step. Default: no checkpoint."""
+    """Optimizer steps between checkpoints; one also follows the last step. Default: no checkpoint."""
     imbalance_limit: Annotated[float, Field(gt=1)] | None = 1.25
-    """Warn if for ten consecutive steps the largest rank / the mean of all ranks exceeds this ratio, in visible pairs
-    or in time in attention; None: never. Default: 1.25."""
+    """Warn if largest / mean over ranks of visible pairs, or of time in attention, exceeds this ratio for ten
+    consecutive steps; None: never. Default: 1.25."""
     preflight: bool = False
     """Before training, run one step on the longest row the data can give, report every rank's peak memory, and undo the
     step. Default: false."""

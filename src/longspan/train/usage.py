@@ -30,7 +30,7 @@ class RankUsage:
     targets: int
     """Valid tokens on the rank's shards."""
     pairs: float
-    """Visible (query, key) pairs in attention, as if each were computed on all heads."""
+    """Visible (query, key) pairs in attention per batch row, counted as if on all heads."""
     blocks: float
     """As `pairs`, in blocks of 128 x 128."""
     rows_received: int
@@ -101,8 +101,7 @@ def pairs_of_step(ranks: Sequence[RankUsage]) -> int:
 
 @dataclass(frozen=True)
 class Balance:
-    """Imbalance of a step: largest / mean over the ranks of a pipeline stage, 1.0 if even. The largest of all
-    stages."""
+    """Imbalance of a step: largest / mean over the ranks of a pipeline stage; the maximum over stages. 1.0 is even."""
 
     slowest_rank: int
     """Rank with the most time worked in attention."""
@@ -124,11 +123,10 @@ class Balance:
 
 @dataclass
 class BalanceWatch:
-    """Warns once when the imbalance exceeds `limit` for `STAY` consecutive steps, and again after an even step. None:
-    never.
+    """Warns once when the imbalance exceeds `limit` for `STAY` consecutive steps. An even step resets the watch.
 
-    Uneven pairs cause uneven times, so uneven time is reported only for even pairs: a rank is slow. `layouts` are
-    layouts to recommend, without the one in use.
+    `limit` None disables the warning. Uneven pairs cause uneven times, so uneven time is reported only for even pairs.
+    `layouts` are more even layouts than the one in use.
     """
 
     limit: float | None

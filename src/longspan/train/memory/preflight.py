@@ -28,7 +28,7 @@ from longspan.train.train_config import TrainConfig
 from longspan.train.usage import measure
 
 _SHOWN = 16
-"""Ranks in the table. Beyond, the table has the rank of the highest peak per pipeline rank; the file has all ranks."""
+"""Maximum number of ranks in the table. A larger world shows the highest peak of each pipeline rank."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,8 @@ def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
         for settings in optimizer.param_groups:
             settings["lr"] = step.config.optim.lr
     step.scale, step.own_targets = scale, 0
-    peak = max(
-        before, measure(rank, 0, (), device=step.device).peak_memory_bytes
-    )  # Linux updates both counters in batches of some 100 KiB
+    # Linux updates both counters in batches of some 100 KiB, so the peak may be below `before`.
+    peak = max(before, measure(rank, 0, (), device=step.device).peak_memory_bytes)
     own = RankPeak(rank, place.pp_rank, before, peak, place.total - place.parameters, seconds)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -87,8 +86,7 @@ def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
 
 
 def longest_batch(config: TrainConfig, vocab_size: int) -> Batch:
-    """Return the micro-batch of `RunShape.longest`. Ids differ between tokens, so that a router spreads them over
-    experts."""
+    """Return the micro-batch of `RunShape.longest`, with varied ids, so that a router spreads tokens over experts."""
     lengths = (config.data.seq_len,) * config.micro_batch_size
     ids = np.arange(sum(lengths), dtype=np.int64)
     documents = np.split(ids % vocab_size, np.cumsum(lengths)[:-1])

@@ -58,8 +58,7 @@ def degrees(topology: Topology) -> str:
 
 
 def start_table(start: Start) -> Group:
-    """Return a rich renderable: three lines for one rank, else also the groups of each axis and a row per pipeline
-    rank."""
+    """Return three lines for one rank, else also the groups of each axis and a row per pipeline rank."""
     budget, topology = start.budget, start.budget.topology
     if topology.world == 1:
         return Group(*map(Text, (f"1 rank; {_step(start)}", _rank(budget), _memory(budget))))
