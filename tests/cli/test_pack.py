@@ -91,7 +91,7 @@ def test_a_file_that_is_there_stays(folder: Path) -> None:
     result = run(folder)
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        f"error: {folder}/rows.parquet exists\n\nhint: name another file, or give --force to write over it\n"
+        f"error: {folder}/rows.parquet exists\n\nhint: choose another path, or use --force to overwrite the file\n"
     )
     assert (folder / "rows.parquet").read_text() == "mine"
     assert run(folder, "--force").exit_code == 0
@@ -103,18 +103,18 @@ def test_a_file_that_is_there_stays(folder: Path) -> None:
     [
         (
             ("--output", "{folder}/none/rows.parquet"),
-            "{folder}/none/rows.parquet cannot be written: there is no folder",
+            "{folder}/none/rows.parquet cannot be written: folder",
         ),
         (
             ("--set", "data.manifest=old.parquet"),
-            "data.manifest=old.parquet: rows that are packed are not packed again",
+            "data.manifest=old.parquet: the rows of this configuration are already packed",
         ),
         (
             ("--set", "parallel.route=ulysses", "--set", "parallel.cp=3"),
             "ulysses degree 3 does not divide 2 query heads",
         ),
-        (("--set", "parallel.cpp=3"), "PackConfig: 1 value not valid\n  parallel.cpp: is not a key that is known"),
-        (("--set", "init_from=weights"), "PackConfig: 1 value not valid\n  both model and init_from are given"),
+        (("--set", "parallel.cpp=3"), "PackConfig: 1 invalid value\n  parallel.cpp: unknown key"),
+        (("--set", "init_from=weights"), "PackConfig: 1 invalid value\n  both model and init_from are given"),
     ],
 )
 def test_what_cannot_be_packed_is_refused_before_the_corpus_is_read(

@@ -80,7 +80,7 @@ def test_suffixes(text: str, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("words", "stderr"),
     [
-        ((), "error: the length of the sequence is not given\n\nhint: set --seq-len 8k, or --documents\n"),
+        ((), "error: no sequence length is given\n\nhint: set --seq-len 8k, or --documents\n"),
         (
             ("--seq-len", "8q"),
             "error: --seq-len '8q' is not a count of tokens\n\nhint: write it as 8192, 8k or 1M (k = 1,024)\n",
@@ -91,16 +91,16 @@ def test_suffixes(text: str, tokens: int) -> None:
         ),
         (
             ("--seq-len", "8k", "--documents", "5000,3000,193"),
-            "error: 3 documents sum to 8,193 tokens, not to the 8,192 of --seq-len\n\n"
-            "hint: make them sum to --seq-len, or leave --seq-len out\n",
+            "error: the 3 lengths of --documents sum to 8,193 tokens, but --seq-len is 8,192\n\n"
+            "hint: make the lengths sum to --seq-len, or remove --seq-len\n",
         ),
         (
             ("--seq-len", "8k", "--prefix", "10", "--mask", "full", "--window", "4"),
-            "error: --prefix does not combine with --window or --mask full\n\nhint: leave out --window and --mask full\n",
+            "error: --prefix does not combine with --window or --mask full\n\nhint: remove --window and --mask full\n",
         ),
         (
             ("--seq-len", "8k", "--heads", "32"),
-            "error: --heads '32' is not query heads / KV heads\n\nhint: write it as 32/8, or 8/8 without GQA\n",
+            "error: --heads '32' is not of the form query heads/KV heads\n\nhint: write it as 32/8, or 8/8 without GQA\n",
         ),
         (
             ("--seq-len", "8k", "--heads", "9/4"),
@@ -190,17 +190,18 @@ def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
         ),
         (
             ("--costs", "costs.json"),
-            "error: --costs means nothing to --route ring and --layout zigzag\n\n"
-            "hint: set --route auto, or --layout balanced with --heads; or leave --costs out\n",
+            "error: --costs has no effect on --route ring and --layout zigzag\n\n"
+            "hint: set --route auto, or --layout balanced with --heads; or remove --costs\n",
         ),
         (
             ("--ranks-per-node", "2"),
-            "error: --ranks-per-node means nothing to --route ring\n\nhint: leave it out: there is nothing to choose\n",
+            "error: --ranks-per-node has no effect on --route ring: the inner degree is not chosen\n\n"
+            "hint: remove --ranks-per-node\n",
         ),
         (
             ("--route", "usp", "--inner", "2", "--ranks-per-node", "2", "--heads", "8/8"),
-            "error: --ranks-per-node means nothing to --route usp --inner 2\n\n"
-            "hint: leave it out: there is nothing to choose\n",
+            "error: --ranks-per-node has no effect on --route usp --inner 2: the inner degree is not chosen\n\n"
+            "hint: remove --ranks-per-node\n",
         ),
         (
             ("--route", "auto", "--costs", "costs.json"),

@@ -112,14 +112,14 @@ def test_a_manifest_takes_no_options_of_a_plan(manifest: Path) -> None:
     result = CliRunner().invoke(show, ["--manifest", str(manifest), "--cp", "4", "--layout", "zigzag"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: --cp, --layout with --manifest, which says what its counts are of\n\nhint: leave one of them out\n"
+        "error: --cp, --layout does not combine with --manifest, which holds its own settings\n\nhint: remove one of them\n"
     )
 
 
 def test_a_plan_needs_a_degree() -> None:
     result = CliRunner().invoke(show, ["--seq-len", "8k"])
     assert (result.exit_code, result.stdout) == (2, "")
-    assert result.stderr == "error: the context-parallel degree is not given\n\nhint: set --cp 8\n"
+    assert result.stderr == "error: no context-parallel degree is given\n\nhint: set --cp 8\n"
 
 
 class Settings(BaseModel):
@@ -149,11 +149,11 @@ def test_friendly_lists_each_value_that_is_not_valid() -> None:
     result = CliRunner().invoke(failing, ["settings"])
     assert result.exit_code == 2
     assert result.stderr == (
-        "error: Settings: 2 values not valid\n"
+        "error: Settings: 2 invalid values\n"
         "  steps: Input should be greater than 0 (got -1)\n"
         "  name: Input should be a valid string (got 5)\n"
         "\n"
-        "hint: correct them in the configuration file or with --set name=value\n"
+        "hint: correct the configuration file, or use --set name=value\n"
     )
 
 

@@ -120,7 +120,7 @@ def test_table_and_exit_code_of_a_failure(folder: Path) -> None:
     assert result.stdout.count("in bounds") == result.stdout.count("bf16 (fp8)") == 1
     assert result.stdout.count("DIFFERS: other inputs") == 1
     assert result.stdout.splitlines()[-1] == (
-        "1 of 3 cases equal cp=1, 1 of 1 cases with a wire dtype are within its bounds of cp=1"
+        "1 of 3 cases equal cp=1, 1 of 1 cases with a communication dtype are within its bounds of cp=1"
     )
 
 
@@ -129,7 +129,7 @@ def test_what_rounds_on_the_wire_is_not_called_equal(folder: Path) -> None:
     with patch("longspan.cli.verify.run_verification", return_value=made):
         result = run(folder / "run.toml", "--quiet")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.splitlines()[-1] == "2 of 2 cases with a wire dtype are within its bounds of cp=1"
+    assert result.stdout.splitlines()[-1] == "2 of 2 cases with a communication dtype are within its bounds of cp=1"
     assert "equal" not in result.stdout
 
 
@@ -164,19 +164,19 @@ def test_exit_code_of_a_broken_rule(folder: Path, fault: str) -> None:
     [
         (
             ("--layout", "spiral"),
-            "error: VerifyConfig: 1 value not valid\n"
-            "  layouts.0: Input should be 'contiguous', 'zigzag', 'striped' or 'balanced' (got 'spiral')\n\n"
-            "hint: correct them in the configuration file or with --set name=value\n",
+            "error: VerifyConfig: 1 invalid value\n"
+            "  layouts.0: layout 'spiral' is not known\n\n"
+            "hint: choose one of contiguous, zigzag, striped, balanced\n",
         ),
         (
             ("--set", "parallel.wrapper=ddp", "--dtype", "fp64", "--dtype", "bf16"),
-            "error: TrainConfig: 1 value not valid\n"
+            "error: TrainConfig: 1 invalid value\n"
             '  dtype="bf16" with parallel.wrapper="ddp": DDP keeps one copy of the weights, in fp32\n\n'
             'hint: use parallel.wrapper="fsdp" for bf16 and fp16\n',
         ),
         (
             ("--set", "model.vocab_size=7"),
-            "error: the tokenizer has 256 tokens and the model's vocab_size is 7\n\n"
+            "error: the tokenizer has 256 tokens, but model.vocab_size is 7\n\n"
             "hint: set model.vocab_size to at least 256\n",
         ),
     ],

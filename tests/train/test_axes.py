@@ -241,14 +241,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         on(tp=2, cp=2, ranks_per_node=2, order="cp-tp-ep-dp-pp"),
         r"a TP group lies across nodes of 2 ranks: ranks 0,2.*\s+hint: put tp first",
     ),
-    "ddp": (on(tp=2, wrapper="ddp"), r"DDP knows dp x cp alone\s+hint: use parallel.wrapper=\"fsdp\""),
-    "upipe and tp": (on(tp=2, cp=2, route="upipe"), r"route \"upipe\" with tp=2"),
+    "ddp": (on(tp=2, wrapper="ddp"), r"DDP supports only dp and cp\s+hint: use parallel.wrapper=\"fsdp\""),
+    "upipe and tp": (on(tp=2, cp=2, route="upipe"), r"route \"upipe\" with parallel.tp=2"),
     "zero-bubble and recompute": (
         {**on(pp=2, schedule="zero-bubble"), "recompute": "block"},
-        r"each would compute the block again\s+hint: set recompute",
+        r"each would recompute the block\s+hint: set recompute",
     ),
-    "each reduced in a pipeline": (on(pp=2, defer_reduction=False), r"a pipeline reduces once"),
-    "compile and tp": ({**on(tp=2), "compile": True}, r"compile=true with tp=2, pp=1 is not supported"),
+    "each reduced in a pipeline": (on(pp=2, defer_reduction=False), r"a pipeline reduces gradients once"),
+    "compile and tp": (
+        {**on(tp=2), "compile": True},
+        r"compile=true with parallel.tp=2, parallel.pp=1 is not supported",
+    ),
     "compile and experts": ({**EXPERTS, "compile": True}, r"compile=true with experts"),
 }
 
@@ -277,8 +280,8 @@ def test_a_world_that_the_degrees_do_not_make(monkeypatch: pytest.MonkeyPatch) -
 def test_dropout_needs_the_numbers_of_tokens() -> None:
     (text,) = run_ranks(1, train_without_numbers, axes_config())
     assert text == (
-        "dropout=0.25 and a batch whose tokens have no numbers\n\n"
-        "hint: take batches from a Loader, or set Batch.numbers: each token's number in the run"
+        "dropout=0.25 needs Batch.numbers, which a batch lacks\n\n"
+        "hint: take batches from a Loader, or set Batch.numbers to each token's number in the run"
     )
 
 

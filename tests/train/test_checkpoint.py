@@ -216,8 +216,8 @@ def test_a_checkpoint_is_not_written_over(saved: TrainConfig) -> None:
     name, text = raised(prepare, saved)
     assert name == "CheckpointError"
     assert text == (
-        f"{saved.run_dir}/checkpoints/step-00000001 exists: the run would write over a run that has been saved\n\n"
-        "hint: set resume=true to go on from it, or choose another run_dir"
+        f"{saved.run_dir}/checkpoints/step-00000001 exists: this run would overwrite the checkpoints of another run\n\n"
+        "hint: set resume=true to continue from this checkpoint, or choose another run_dir"
     )
 
 
@@ -231,8 +231,9 @@ def test_a_checkpoint_of_another_model_is_refused_before_and_on_every_rank(folde
     )
     text = (
         f"{saved.run_dir}/checkpoints/step-00000001 is a checkpoint of another model: "
-        "width is 16 there and 32 here; num_layers is 2 there and 3 here; head_dim is 8 there and 16 here\n\n"
-        "hint: give the [model] section of the run that saved it, or another run_dir"
+        "hidden_size is 16 in the checkpoint, 32 here; num_layers is 2 in the checkpoint, 3 here; "
+        "head_dim is 8 in the checkpoint, 16 here\n\n"
+        "hint: use the [model] section of the run that saved the checkpoint, or choose another run_dir"
     )
     assert raised(prepare, other) == ("CheckpointError", text)
     assert run_ranks(2, load_on_ranks, other) == [("CheckpointError", text)] * 2
@@ -282,9 +283,9 @@ def test_the_newest_checkpoint_is_that_of_the_latest_step(tmp_path: Path) -> Non
 @pytest.mark.parametrize("text", ["", "{"])
 def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"is not a whole checkpoint: run.json: Expecting"):
+    with pytest.raises(CheckpointError, match=r"is not a complete checkpoint: run.json: Expecting"):
         checkpoint.read_record(tmp_path)
-    with pytest.raises(CheckpointError, match=r"is not a whole checkpoint: run.json: \[Errno 2\]"):
+    with pytest.raises(CheckpointError, match=r"is not a complete checkpoint: run.json: \[Errno 2\]"):
         checkpoint.read_record(tmp_path / "nowhere")
 
 
@@ -332,8 +333,8 @@ def test_a_model_that_cannot_be_exported_is_refused_before_the_run(
 ) -> None:
     with pytest.raises(SpecError) as told:
         prepare(make_config(folder, run_dir=str(folder / "never"), export=True, **change))
-    assert told.value.message == f"export=true: a Llama folder cannot describe {said}"
-    assert told.value.hint == "set export=false and use checkpoint_every, or a model without these"
+    assert told.value.message == f"export=true: a Hugging Face Llama folder cannot represent {said}"
+    assert told.value.hint == "set export=false and use checkpoint_every, or remove these options of the model"
 
 
 def test_a_run_starts_from_an_exported_folder(folder: Path) -> None:
@@ -354,7 +355,7 @@ def test_export_does_not_write_over_the_weights_of_another_run(folder: Path) -> 
     with pytest.raises(CheckpointError) as error:
         prepare(config)
     assert str(error.value) == (
-        f"{config.run_dir}/model exists: export would write over the weights of another run\n\n"
+        f"{config.run_dir}/model exists: export would overwrite the weights of another run\n\n"
         "hint: choose another run_dir, remove that folder, or set export=false"
     )
 
@@ -374,7 +375,7 @@ def test_resume_with_fewer_steps_than_done_is_refused(saved: TrainConfig) -> Non
     record["step"] = saved.steps + 1
     with patch("longspan.train.checkpoint.read_record", return_value=record), pytest.raises(CheckpointError) as error:
         prepare(saved.model_copy(update={"resume": True}))
-    assert f"has done {saved.steps + 1} steps and the run asks for {saved.steps}" in str(error.value)
+    assert f"is at step {saved.steps + 1}, but steps={saved.steps}" in str(error.value)
 
 
 def test_resume_on_other_rows_is_refused_before_the_run(saved: TrainConfig) -> None:
@@ -385,7 +386,7 @@ def test_resume_on_other_rows_is_refused_before_the_run(saved: TrainConfig) -> N
 
 def test_resume_without_a_checkpoint_is_told(folder: Path) -> None:
     config = make_config(folder, run_dir=str(folder / "nothing"), steps=1, resume=True)
-    with pytest.warns(UserWarning, match="there is no checkpoint in .*nothing: the run starts at its first step"):
+    with pytest.warns(UserWarning, match="no checkpoint in .*nothing: training starts at step 1"):
         warn_here(config)
 
 

@@ -224,10 +224,10 @@ def test_a_warning_goes_to_stderr_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert told.out == ""
     assert told.err.count("warning") == 1
     assert (
-        "warning: step 10: 10 steps in a row a rank had more than 1.25 times the mean pairs: 1.33 times on average, "
+        "warning: step 10: for 10 consecutive steps a rank exceeded 1.25 x the mean pairs: 1.33 x on average, "
         "most often rank 1\n"
-        'hint: set parallel.layout="zigzag", or pack documents so that rows have about as many pairs; '
-        "imbalance_limit sets the limit\n"
+        'hint: set parallel.layout="zigzag", or pack rows with similar numbers of visible pairs; '
+        "or raise imbalance_limit\n"
     ) in told.err
 
 

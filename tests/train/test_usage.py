@@ -225,14 +225,14 @@ def test_what_is_told_of_pairs_and_of_time() -> None:
     others = [used(0, pairs=40), used(1, pairs=10)]
     ((_, pairs),) = told(BalanceWatch(1.25, ("balanced", "zigzag")), [HEAVY] * (STAY - 2) + [others] * 2)
     assert pairs == (
-        "10 steps in a row a rank had more than 1.25 times the mean pairs: 1.39 times on average, most often rank 1\n"
-        'hint: set parallel.layout="balanced" or "zigzag", or pack documents so that rows have about as many pairs; '
-        "imbalance_limit sets the limit"
+        "for 10 consecutive steps a rank exceeded 1.25 x the mean pairs: 1.39 x on average, most often rank 1\n"
+        'hint: set parallel.layout="balanced" or "zigzag", or pack rows with similar numbers of visible pairs; '
+        "or raise imbalance_limit"
     )
     ((_, time),) = told(BalanceWatch(1.25, ("zigzag",)), [SLOW] * STAY)
     assert time == (
-        "10 steps in a row a rank had more than 1.25 times the mean time in attention: 1.33 times on average, "
-        "most often rank 0\nhint: pairs are even: look at that rank's device and its load; imbalance_limit sets the limit"
+        "for 10 consecutive steps a rank exceeded 1.25 x the mean time in attention: 1.33 x on average, "
+        "most often rank 0\nhint: pairs are even: check the device and load of that rank; or raise imbalance_limit"
     )
 
 

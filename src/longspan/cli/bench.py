@@ -1,4 +1,4 @@
-"""`longspan bench`: measure. `calibrate` writes what work and traffic cost on this cluster."""
+"""`longspan bench`: `calibrate` measures the costs of compute and communication on this cluster."""
 
 from pathlib import Path
 
@@ -24,23 +24,31 @@ def bench() -> None:
     type=click.IntRange(min=2),
     default=2,
     show_default=True,
-    help="Ranks to start here; under torchrun its own are taken.",
+    help="Ranks to start on this machine. Ignored under torchrun.",
 )
-@click.option("--head-dim", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--dtype", type=click.Choice(list(TORCH_DTYPES)), default="fp32", show_default=True)
-@click.option("--mebibytes", type=click.IntRange(min=1), default=16, show_default=True, help="Size of a large message.")
+@click.option(
+    "--head-dim", type=click.IntRange(min=1), default=64, show_default=True, help="Head dimension of the tiles."
+)
+@click.option(
+    "--dtype", type=click.Choice(list(TORCH_DTYPES)), default="fp32", show_default=True, help="Dtype of the tiles."
+)
+@click.option(
+    "--mebibytes", type=click.IntRange(min=1), default=16, show_default=True, help="Size of a large message, in MiB."
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),
     default="auto",
     show_default=True,
-    help="Where ranks compute; each needs a CUDA device of its own.",
+    help="Device of the ranks. On CUDA every rank needs its own device.",
 )
-@click.option("--output", type=click.Path(path_type=Path), default=Path("costs.json"), show_default=True)
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON.")
+@click.option(
+    "--output", type=click.Path(path_type=Path), default=Path("costs.json"), show_default=True, help="File to write."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the costs as JSON.")
 @friendly
 def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, device: str, output: Path, as_json: bool) -> None:
-    """Measure messages, all-to-all and tiles between the ranks at hand, for route "auto".
+    """Measure messages and all-to-all between ranks, and attention tiles on a rank, for route "auto".
 
     \b
         longspan bench calibrate --ranks 4 --output costs.json
@@ -48,8 +56,8 @@ def calibrate(ranks: int, head_dim: int, dtype: str, mebibytes: int, device: str
         longspan plan --seq-len 8k --cp 4 --heads 8/2 --route auto --costs costs.json
     """
     check_folder(output)
-    with spinner(as_json) as told:
-        told("measuring")
+    with spinner(as_json) as show:
+        show("measuring")
         costs = run_calibration(ranks, head_dim, TORCH_DTYPES[dtype], mebibytes, device)
     if costs is None:
         return

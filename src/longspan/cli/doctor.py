@@ -1,4 +1,4 @@
-"""`longspan doctor`: what of longspan can run on this machine, and why the rest cannot."""
+"""`longspan doctor`: which backends and attention kernels run on this machine, and why the others do not."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
 def doctor(as_json: bool) -> None:
-    """Say which backends and attention kernels run here, for which types, and why others do not."""
+    """List the backends, packages and attention kernels of this machine, and why a kernel does not run."""
     findings = {
         "python": platform.python_version(),
         "cores": os.cpu_count(),
@@ -45,7 +45,7 @@ def doctor(as_json: bool) -> None:
 
 
 def attention() -> dict[str, str]:
-    """For each device and type: the kernel that "auto" takes for attention of head dim 128, and why not a faster one."""
+    """Kernel that "auto" takes at head dim 128 on each device and dtype, and why faster kernels are refused."""
     found = {}
     for name, device in _devices().items():
         for dtype in _DTYPES:
@@ -62,7 +62,7 @@ def attention() -> dict[str, str]:
 
 
 def _described(text: str) -> str:
-    """With what `sdpa` is on CUDA: FlashAttention-2, unless the program activated another."""
+    """Add the implementation behind `sdpa` on CUDA: FlashAttention-2, unless the program activated another."""
     active = current_flash_attention_impl() or "FlashAttention-2"
     return text.replace("sdpa", f"sdpa ({active})")
 
@@ -77,7 +77,7 @@ def _devices() -> dict[str, torch.device]:
 
 
 def kernels() -> dict[str, str]:
-    """For each kernel, device and type: "runs", or why it does not; found by running one small tile forward and backward."""
+    """Run one small tile forward and backward on each kernel, device and dtype; "runs", or the reason of a failure."""
     found = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for dtype in _DTYPES:

@@ -1,6 +1,6 @@
-"""What a user sees when something cannot be done: `error: ...`, a blank line, `hint: ...` on stderr, exit code 2.
+"""Print an expected error on stderr as `error: ...`, a blank line and `hint: ...`, and exit with code 2.
 
-Our errors are told in a few words; any other exception is a bug of ours and keeps its traceback.
+Any exception but `LongspanError` and pydantic's `ValidationError` is a bug and keeps its traceback.
 """
 
 import functools
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 class Failure(click.ClickException):
-    """An error on its way to stderr."""
+    """An expected error with an optional hint."""
 
     exit_code = 2
 
@@ -31,15 +31,16 @@ class Failure(click.ClickException):
 
 
 class Interruption(Failure):
-    """Ctrl-C, or a termination, on its way to stderr."""
+    """Ctrl-C or a termination signal: exit code 130."""
 
     exit_code = 130
 
 
 def friendly(function: Callable[P, R]) -> Callable[P, R]:
-    """Turn a `LongspanError` or a pydantic `ValidationError` of a command's function into a `Failure`.
+    """Convert a `LongspanError` or pydantic `ValidationError` into a `Failure`, and a `KeyboardInterrupt` into an
+    `Interruption`.
 
-    Goes below `@click.command`. Catches neither `KeyboardInterrupt` nor errors that nobody raised on purpose.
+    Place below `@click.command`. Other exceptions pass through.
     """
 
     @functools.wraps(function)
@@ -52,15 +53,15 @@ def friendly(function: Callable[P, R]) -> Callable[P, R]:
             raise Failure(*_describe(error)) from error
         except KeyboardInterrupt as error:
             raise Interruption(
-                "interrupted; all ranks were ended", "a run that wrote checkpoints goes on with resume=true"
+                "interrupted; all ranks were stopped", "set resume=true to go on from the newest checkpoint"
             ) from error
 
     return wrapped
 
 
 def _describe(error: ValidationError) -> tuple[str, str]:
-    """Each value that is not valid, where it stands and why; and what to do: what our own checks say, if they were asked."""
-    lines = [f"{error.title}: {error.error_count()} value{'s' * (error.error_count() != 1)} not valid"]
+    """Return a message that lists every invalid value with its key and reason, and the hints of our own checks."""
+    lines = [f"{error.title}: {error.error_count()} invalid value{'s' * (error.error_count() != 1)}"]
     hints = []
     for problem in error.errors(include_url=False):
         place = ".".join(map(str, problem["loc"]))
@@ -71,8 +72,8 @@ def _describe(error: ValidationError) -> tuple[str, str]:
         elif problem["type"] == "missing":
             reason = "is missing"
         elif problem["type"] == "extra_forbidden":
-            reason = "is not a key that is known"
+            reason = "unknown key"
         else:
             reason = f"{problem['msg']} (got {problem['input']!r})"
         lines.append(f"  {place}: {reason}" if place else f"  {reason}")
-    return "\n".join(lines), "; ".join(hints) or "correct them in the configuration file or with --set name=value"
+    return "\n".join(lines), "; ".join(hints) or "correct the configuration file, or use --set name=value"

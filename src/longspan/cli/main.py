@@ -1,6 +1,6 @@
-"""`longspan`: the group of commands. Each loads when it is called, so that planning starts without torch.
+"""The `longspan` command. Subcommands are imported when called, so that `longspan plan` starts without torch.
 
-Results go to stdout, progress to stderr; what did not hold exits non-zero.
+Results go to stdout, progress to stderr. A failed check exits with a non-zero code.
 """
 
 from importlib import import_module
@@ -8,13 +8,13 @@ from importlib import import_module
 import click
 
 _COMMANDS = {
-    "train": "Train a decoder on long rows, each shared by the ranks of a CP group.",
-    "pack": "Write the rows a run reads as a manifest, with counts of each rank.",
-    "verify": "Prove that training at CP=N equals plain attention at CP=1.",
-    "bench": "Measure what work and traffic cost here.",
-    "plan": "Count what a plan costs each rank.",
-    "show": "Draw a plan, or a manifest of packed rows.",
-    "doctor": "Say what of longspan can run here.",
+    "train": "Train a decoder with each sequence sharded over a CP group.",
+    "pack": "Pack documents into rows and write them as a manifest.",
+    "verify": "Check that training at CP=N equals plain attention at CP=1.",
+    "bench": "Measure the costs of compute and communication here.",
+    "plan": "Count the tokens, pairs and bytes of each rank.",
+    "show": "Draw a plan or a manifest of packed rows.",
+    "doctor": "List the backends and attention kernels that run here.",
 }
 
 
@@ -38,7 +38,7 @@ class _Lazy(click.Group):
 @click.group(cls=_Lazy, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="longspan")
 def main() -> None:
-    """Train transformers on sequences too long for one device, by exact context parallelism."""
+    """Train transformers on sequences too long for one device, with exact context parallelism."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the commands that read a configuration share: its options, and progress while the corpus is tokenised."""
+"""Options and progress displays shared by commands."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,24 +15,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def config_options(function: F) -> F:
-    """The TOML file and its overrides."""
+    """Add the CONFIG argument (a TOML file) and the --set option to a command."""
     function = click.option(
-        "--set", "overrides", multiple=True, metavar="a.b=value", help="Override a value of the file; repeatable."
+        "--set", "overrides", multiple=True, metavar="a.b=value", help="Override a value of CONFIG; repeatable."
     )(function)
     return click.argument("config", type=click.Path(path_type=Path))(function)
 
 
 def check_folder(output: Path) -> None:
-    """Refuse a file whose folder does not exist, before the work that is to be written there."""
+    """Raise `SpecError` if the folder of an output file does not exist. Called before the work starts."""
     if not output.parent.is_dir():
         raise SpecError(
-            f"{output} cannot be written: there is no folder {output.parent}", hint="make it, or name another"
+            f"{output} cannot be written: folder {output.parent} does not exist",
+            hint="create it, or choose another path",
         )
 
 
 @contextmanager
 def spinner(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Tell on stderr what is being done: on a terminal gone when the block ends, in a log a line each."""
+    """Yield a function that shows the current task on stderr: a spinner on a terminal, else one line per task."""
     console = Console(stderr=True, highlight=False)
     if quiet or not console.is_interactive:
         yield (lambda text: None) if quiet else console.print
@@ -45,7 +46,7 @@ def spinner(quiet: bool) -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def corpus_progress(quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Tell on stderr, if that is a terminal, how many documents have been tokenised, once there is one."""
+    """Yield a function that shows the number of tokenised documents on stderr, if it is a terminal."""
     console = Console(stderr=True)
     if quiet or not console.is_interactive:
         yield lambda documents: None
@@ -54,7 +55,7 @@ def corpus_progress(quiet: bool) -> Iterator[Callable[[int], None]]:
     task = bar.add_task("", total=None)
     started = False
 
-    def tell(documents: int) -> None:
+    def show(documents: int) -> None:
         nonlocal started
         if not started:
             bar.start()
@@ -62,6 +63,6 @@ def corpus_progress(quiet: bool) -> Iterator[Callable[[int], None]]:
         bar.update(task, description=f"tokenising: {documents:,} documents")
 
     try:
-        yield tell
+        yield show
     finally:
         bar.stop()

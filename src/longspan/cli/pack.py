@@ -1,4 +1,4 @@
-"""`longspan pack`: the rows a run would read as a Parquet manifest, with what each asks of every rank. No torch."""
+"""`longspan pack`: write the packed rows of a run to a Parquet manifest, with the work of every rank. No torch."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,19 +20,23 @@ from longspan.train.train_config import PackConfig, read_values
 @click.command()
 @config_options
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), required=True, metavar="FILE", help="The manifest."
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    required=True,
+    metavar="FILE",
+    help="Manifest to write.",
 )
-@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, help="Epochs to pack.")
-@click.option("--force", is_flag=True, help="Write over a file that is there.")
+@click.option("--epochs", type=click.IntRange(min=1), default=1, show_default=True, help="Number of epochs to pack.")
+@click.option("--force", is_flag=True, help="Overwrite an existing file.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @friendly
 def pack(
     config: Path, overrides: tuple[str, ...], output: Path, epochs: int, force: bool, quiet: bool, as_json: bool
 ) -> None:
-    """Write the rows that CONFIG, a TOML file of longspan train, would read, with counts of each rank.
+    """Pack the rows that a run of CONFIG, a TOML file of longspan train, would read, and count the work of each rank.
 
-    Takes [data], and for the counts [parallel] and, if there is one, [model]:
+    Reads section [data] for the rows, and [parallel] and the optional [model] for the counts:
 
     \b
         longspan pack run.toml --output rows.parquet
@@ -40,7 +44,7 @@ def pack(
         longspan train run.toml --set data.manifest=rows.parquet
     """
     if output.exists() and not force:
-        raise SpecError(f"{output} exists", hint="name another file, or give --force to write over it")
+        raise SpecError(f"{output} exists", hint="choose another path, or use --force to overwrite the file")
     check_folder(output)
     run = PackConfig.model_validate(read_values(config, overrides))
     with corpus_progress(quiet) as tokenised, _pack_progress(quiet) as packed:
@@ -55,17 +59,17 @@ def pack(
 
 @contextmanager
 def _pack_progress(quiet: bool) -> Iterator[Callable[[int, int], None]]:
-    """Tell on stderr, if that is a terminal, how many rows have been packed, once there is one."""
+    """Yield a function that shows the number of packed rows on stderr, if it is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("packing: rows"), MofNCompleteColumn(), BarColumn(30), TimeRemainingColumn())
     bar = Progress(*columns, console=console, transient=True, disable=quiet or not console.is_interactive)
     task = bar.add_task("", total=None)
 
-    def tell(rows: int, about: int) -> None:
+    def show(rows: int, about: int) -> None:
         bar.start()
         bar.update(task, completed=rows, total=about)
 
     try:
-        yield tell
+        yield show
     finally:
         bar.stop()

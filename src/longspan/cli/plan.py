@@ -1,6 +1,7 @@
-"""`longspan plan`: what each rank would compute and send, and which ranks are grouped, before anything runs: table or JSON.
+"""`longspan plan`: count the work and traffic of each rank and list the groups of each axis, as a table or JSON. No
+torch.
 
-Also the options that describe a plan, which `longspan show` takes too. Starts without torch.
+Also defines the options of a plan, which `longspan show` shares.
 """
 
 import json
@@ -30,54 +31,84 @@ _SUFFIXES = {"k": 1 << 10, "m": 1 << 20}
 _POSITIVE = click.IntRange(min=1)
 
 _OPTIONS = (
-    click.option("--seq-len", metavar="TOKENS", help="Tokens of the global row: 8192, 8k, 128k, 1M (k = 1,024)."),
+    click.option("--seq-len", metavar="TOKENS", help="Global sequence length: 8192, 8k, 128k, 1M (k = 1,024)."),
     click.option("--cp", type=int, metavar="RANKS", help="Context-parallel degree."),
-    click.option("--layout", default="zigzag", show_default=True, help=f"{', '.join(LAYOUTS)}."),
-    click.option("--mask", "kind", type=click.Choice(["causal", "full"]), default="causal", show_default=True),
-    click.option("--window", metavar="TOKENS", help="A query sees only keys less than this many tokens away."),
-    click.option("--documents", metavar="LENGTHS", help="Packed documents: 5000,3000,192. They must sum to --seq-len."),
     click.option(
-        "--prefix", metavar="TOKENS", help="Prefix-LM: the first tokens see each other, later ones are causal."
+        "--layout", default="zigzag", show_default=True, help=f"Which rank holds which tokens: {', '.join(LAYOUTS)}."
     ),
     click.option(
-        "--heads", metavar="Q/KV", help="Query heads / KV heads on one rank: 32/8. Else bytes are of one KV head."
+        "--mask",
+        "kind",
+        type=click.Choice(["causal", "full"]),
+        default="causal",
+        show_default=True,
+        help="Mask of each document.",
     ),
-    click.option("--head-dim", type=int, default=128, show_default=True, help="Dimension of a head."),
-    click.option("--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True),
-    click.option("--slots", metavar="TOKENS", help="Fixed local length of every rank."),
     click.option(
-        "--route", default="ring", show_default=True, help=f"How keys reach queries: {', '.join((*ROUTES, AUTO))}."
+        "--window", metavar="TOKENS", help="Sliding window: a query sees only keys less than this many tokens away."
     ),
-    click.option("--inner", type=int, metavar="RANKS", help="Inner degree of a route of two levels; else chosen."),
     click.option(
-        "--comm-dtype", type=click.Choice(list(COMM_DTYPES)), help="Round keys and values for their way; else --dtype."
+        "--documents", metavar="LENGTHS", help="Lengths of packed documents: 5000,3000,192. Their sum is --seq-len."
     ),
-    click.option("--tp", type=_POSITIVE, metavar="RANKS", default=1, help="TP degree; --heads is after it."),
+    click.option(
+        "--prefix", metavar="TOKENS", help="Prefix-LM: the first TOKENS see each other; later tokens are causal."
+    ),
+    click.option(
+        "--heads", metavar="Q/KV", help="Query heads / KV heads on one rank: 32/8. Default: bytes of one KV head."
+    ),
+    click.option("--head-dim", type=int, default=128, show_default=True, help="Head dimension."),
+    click.option(
+        "--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True, help="Dtype of keys and values."
+    ),
+    click.option(
+        "--slots", metavar="TOKENS", help="Fixed local sequence length of every rank, padded with padding slots."
+    ),
+    click.option(
+        "--route",
+        default="ring",
+        show_default=True,
+        help=f"How keys and values reach queries: {', '.join((*ROUTES, AUTO))}.",
+    ),
+    click.option("--inner", type=int, metavar="RANKS", help="Inner degree of a route of two levels. Default: chosen."),
+    click.option(
+        "--comm-dtype",
+        type=click.Choice(list(COMM_DTYPES)),
+        help="Communication dtype of keys and values. Default: --dtype.",
+    ),
+    click.option(
+        "--tp", type=_POSITIVE, metavar="RANKS", default=1, help="Tensor-parallel degree, already applied to --heads."
+    ),
     click.option(
         "--ranks-per-node",
         type=_POSITIVE,
         metavar="RANKS",
-        help="Ranks of a node: heads are exchanged within one, where that is to be chosen.",
+        help="Ranks per node. A chosen inner degree exchanges heads within a node.",
     ),
     click.option(
         "--costs",
         type=click.Path(dir_okay=False, path_type=Path),
         metavar="FILE",
-        help="For --route auto: what longspan bench calibrate wrote.",
+        help="File written by longspan bench calibrate, for --route auto and --layout balanced.",
     ),
 )
 _TOPOLOGY_OPTIONS = (
     click.option(
-        "--world", type=_POSITIVE, metavar="RANKS", help="Ranks of the run: show the groups of its axes, and its nodes."
+        "--world", type=_POSITIVE, metavar="RANKS", help="World size: list the groups of each axis and the nodes."
     ),
-    click.option("--dp", type=_POSITIVE, metavar="RANKS", help="Data-parallel degree; else what is left of --world."),
-    click.option("--pp", type=_POSITIVE, metavar="RANKS", default=1, help="Pipeline degree."),
-    click.option("--ep", type=_POSITIVE, metavar="RANKS", default=1, help="Expert degree, over ranks of a stage."),
     click.option(
-        "--dp-replicate", type=_POSITIVE, metavar="NUMBER", default=1, help="HSDP: copies of the shards over dp."
+        "--dp", type=_POSITIVE, metavar="RANKS", help="Data-parallel degree. Default: --world / (tp x pp x cp)."
     ),
-    click.option("--order", metavar="AXES", default=ORDER, show_default=True, help="Axes, fastest to slowest."),
-    click.option("--domain", type=_POSITIVE, metavar="RANKS", help="Ranks of a NUMA domain, or a switch, in a node."),
+    click.option("--pp", type=_POSITIVE, metavar="RANKS", default=1, help="Pipeline-parallel degree."),
+    click.option(
+        "--ep", type=_POSITIVE, metavar="RANKS", default=1, help="Expert-parallel degree, within a pipeline stage."
+    ),
+    click.option(
+        "--dp-replicate", type=_POSITIVE, metavar="NUMBER", default=1, help="HSDP: replicas of the sharded weights."
+    ),
+    click.option(
+        "--order", metavar="AXES", default=ORDER, show_default=True, help="Order of the axes, fastest-varying first."
+    ),
+    click.option("--domain", type=_POSITIVE, metavar="RANKS", help="Ranks of a NUMA domain or switch within a node."),
 )
 _TOPOLOGY_NAMES = ("dp", "pp", "ep", "dp_replicate", "order", "domain")
 _SHARED_NAMES = ("world", "cp", "tp", "ranks_per_node", "as_json")
@@ -90,11 +121,11 @@ _IN_OPTIONS = (
     ("leave inner out", "leave --inner out"),
     ("set ranks_per_node to", "set --ranks-per-node to"),
 )
-"""What hints say to callers of Python, and what it is called here."""
+"""Phrases of hints to Python callers, each with its phrase for the command line."""
 
 
 def plan_options(function: F) -> F:
-    """The options of a plan, for any command that takes one; `plan_of` reads them."""
+    """Add the options of a plan to a command. `plan_of` reads them."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
@@ -120,9 +151,9 @@ def plan_of(
     ranks_per_node: int | None,
     costs: Path | None,
 ) -> tuple[Plan, PlanReport]:
-    """The plan that the options ask for, and its numbers. Raises `SpecError` naming the option that does not fit."""
+    """Make a plan from command-line options, and its report. Raises `SpecError` naming an option that does not fit."""
     if cp is None:
-        raise SpecError("the context-parallel degree is not given", hint="set --cp 8")
+        raise SpecError("no context-parallel degree is given", hint="set --cp 8")
     lengths = None if documents is None else _lengths(documents)
     tokens = _seq_len(seq_len, lengths)
     _check_used(route, inner, costs, ranks_per_node, layout, heads)
@@ -150,13 +181,13 @@ def _topology_options(function: F) -> F:
 @click.option("--set", "overrides", multiple=True, metavar="a.b=value", help="Override a value of CONFIG; repeatable.")
 @plan_options
 @_topology_options
-@click.option("--json", "as_json", is_flag=True, help="Print the record as JSON; its keys are documented and stable.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON with stable, documented keys.")
 @friendly
 def plan(config: Path | None, overrides: tuple[str, ...], as_json: bool, world: int | None, **options: Any) -> None:
-    """Count what a plan costs: tokens, visible pairs, rows and bytes of each rank, forward and backward.
+    """Count tokens, visible pairs, KV rows and bytes of each rank, forward and backward.
 
-    With CONFIG, a TOML file of longspan train: the plan of each mask of the model, over the longest micro-batch of that run.
-    With --world: the groups of the axes dp, tp, pp, cp (and ep), the nodes they lie in, and the plan too if --seq-len is given.
+    With CONFIG, a TOML file of longspan train, count the plan of each mask of the model over the longest micro-batch.
+    With --world, list the groups of axes dp, tp, pp, cp and ep and their nodes. Add --seq-len to count a plan too.
     """
     if config is not None:
         _refuse_given([*options, "world"], "with CONFIG", "set values of the file by --set a.b=value")
@@ -200,7 +231,7 @@ def _show_run(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 def _topology_of(world: int, axes: dict[str, Any], options: dict[str, Any]) -> TopologyReport:
-    """The groups that the options ask for. In `options` a node's ranks become those of one CP group, if these are to matter."""
+    """Report of the topology. Sets `ranks_per_node` in `options` to the ranks of a CP group on a node, None if unused."""
     domain, ranks_per_node = axes.pop("domain"), options["ranks_per_node"]
     options["cp"] = 1 if options["cp"] is None else options["cp"]
     try:
@@ -215,13 +246,13 @@ def _topology_of(world: int, axes: dict[str, Any], options: dict[str, Any]) -> T
 
 def _to_json(topology: TopologyReport | None, report: PlanReport | None) -> str:
     if topology is None:
-        assert report is not None, "neither a topology nor a plan was asked for"
+        assert report is not None, "the options select neither a topology nor a plan"
         return report.to_json()
     return topology.to_json(**({} if report is None else {"plan": asdict(report)}))
 
 
 def _refuse_given(names: Sequence[str], where: str, hint: str) -> None:
-    """Raise if the command line has options of these names, which have no meaning `where`, such as "without --world"."""
+    """Raise `SpecError` for options on the command line that mean nothing `where`, such as "without --world"."""
     context = click.get_current_context()
     given = [name for name in names if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
     if given:
@@ -242,20 +273,22 @@ def parse_tokens(text: str, option: str) -> int:
 def _check_used(
     route: str, inner: int | None, costs: Path | None, ranks_per_node: int | None, layout: str, heads: str | None
 ) -> None:
-    """Raise for an option that neither route nor layout would look at."""
+    """Raise `SpecError` for an option that neither the route nor the layout uses."""
     if costs is not None and route != AUTO and (layout != BALANCED or heads is None):
         raise SpecError(
-            f"--costs means nothing to --route {route} and --layout {layout}{' without --heads' if layout == BALANCED else ''}",
-            hint=f"set --route {AUTO}, or --layout {BALANCED} with --heads; or leave --costs out",
+            f"--costs has no effect on --route {route} and --layout {layout}{' without --heads' if layout == BALANCED else ''}",
+            hint=f"set --route {AUTO}, or --layout {BALANCED} with --heads; or remove --costs",
         )
     if ranks_per_node is None or _chooses(route, inner):
         return
     given = f"--route {route}" if inner is None else f"--route {route} --inner {inner}"
-    raise SpecError(f"--ranks-per-node means nothing to {given}", hint="leave it out: there is nothing to choose")
+    raise SpecError(
+        f"--ranks-per-node has no effect on {given}: the inner degree is not chosen", hint="remove --ranks-per-node"
+    )
 
 
 def _chooses(route: str, inner: int | None) -> bool:
-    """Whether it is to be chosen which ranks exchange heads."""
+    """Whether the planner chooses which ranks exchange heads."""
     return route == AUTO or (route_of(route).heads == "inner" and inner is None)
 
 
@@ -276,13 +309,13 @@ def _lengths(text: str) -> list[int]:
 def _seq_len(text: str | None, lengths: Sequence[int] | None) -> int:
     if text is None:
         if lengths is None:
-            raise SpecError("the length of the sequence is not given", hint="set --seq-len 8k, or --documents")
+            raise SpecError("no sequence length is given", hint="set --seq-len 8k, or --documents")
         return sum(lengths)
     tokens = parse_tokens(text, "seq-len")
     if lengths is not None and sum(lengths) != tokens:
         raise SpecError(
-            f"{len(lengths)} documents sum to {sum(lengths):,} tokens, not to the {tokens:,} of --seq-len",
-            hint="make them sum to --seq-len, or leave --seq-len out",
+            f"the {len(lengths)} lengths of --documents sum to {sum(lengths):,} tokens, but --seq-len is {tokens:,}",
+            hint="make the lengths sum to --seq-len, or remove --seq-len",
         )
     return tokens
 
@@ -292,12 +325,14 @@ def _mask(seq_len: int, kind: str, window: int | None, lengths: Sequence[int] | 
         return Mask.documents([seq_len] if lengths is None else lengths, causal=kind == "causal", window=window)
     others = {"--documents": lengths is not None, "--window": window is not None, "--mask full": kind == "full"}
     if clash := [option for option, given in others.items() if given]:
-        raise SpecError(f"--prefix does not combine with {' or '.join(clash)}", hint=f"leave out {' and '.join(clash)}")
+        raise SpecError(f"--prefix does not combine with {' or '.join(clash)}", hint=f"remove {' and '.join(clash)}")
     return Mask.prefix(seq_len, prefix)
 
 
 def _heads(text: str) -> tuple[int, int]:
     parts = text.split("/")
     if len(parts) != 2 or not all(part.isascii() and part.isdigit() for part in parts):
-        raise SpecError(f"--heads {text!r} is not query heads / KV heads", hint="write it as 32/8, or 8/8 without GQA")
+        raise SpecError(
+            f"--heads {text!r} is not of the form query heads/KV heads", hint="write it as 32/8, or 8/8 without GQA"
+        )
     return int(parts[0]), int(parts[1])

@@ -1,6 +1,6 @@
-"""`longspan show`: a drawing of a plan, or of a manifest of packed rows, in the terminal or as a figure.
+"""`longspan show`: draw a plan or a manifest of packed rows, in the terminal or as a figure.
 
-Starts without torch, and without matplotlib until a figure is asked for.
+Starts without torch. matplotlib is imported only for a figure.
 """
 
 from pathlib import Path
@@ -22,16 +22,19 @@ from longspan.report import print_packs, print_plan, save_figure, save_packs
     "--manifest",
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
-    help="Draw what longspan pack wrote, instead of a plan: lengths, fill, imbalance.",
+    help="Draw a manifest written by longspan pack instead of a plan.",
 )
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Write a figure: .svg or .png."
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Figure to write: .svg or .png. Default: draw in the terminal.",
 )
 @friendly
 def show(manifest: Path | None, output: Path | None, **options: Any) -> None:
-    """Draw a plan: the attention matrix coloured by rank, each rank's pairs and bytes stage by stage.
+    """Draw a plan: the attention matrix coloured by rank, and pairs and bytes of each rank in each stage.
 
-    Or, with --manifest, packed rows: lengths of documents, fill of rows, imbalance of pairs between ranks.
+    With --manifest, draw packed rows: document lengths, fill of rows, imbalance of visible pairs over ranks.
     """
     if manifest is not None:
         _show_manifest(manifest, output)
@@ -49,8 +52,10 @@ def _show_manifest(manifest: Path, output: Path | None) -> None:
     given = [name for name in context.params if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
     if others := [name for name in given if name not in ("manifest", "output")]:
         options = ", ".join(option.opts[0] for option in context.command.params if option.name in others)
-        raise SpecError(f"{options} with --manifest, which says what its counts are of", hint="leave one of them out")
-    from longspan.data.pack import report_of  # reads configurations and corpora, which a plan does not need
+        raise SpecError(
+            f"{options} does not combine with --manifest, which holds its own settings", hint="remove one of them"
+        )
+    from longspan.data.pack import report_of  # imports code for corpora, which a plan does not need
 
     report = report_of(manifest)
     if output is None:

@@ -1,4 +1,4 @@
-"""`longspan train`: a run from a TOML file, on ranks of its own or on those of torchrun."""
+"""`longspan train`: train as configured by a TOML file, on ranks that it starts or in the world of torchrun."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -20,16 +20,16 @@ from longspan.train.train_config import load_config
 
 @click.command()
 @config_options
-@click.option("--quiet", is_flag=True, help="Neither numbers at the start nor a progress bar.")
+@click.option("--quiet", is_flag=True, help="Print no start table and no progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 @click.option(
-    "--dry-run", is_flag=True, help="Print the numbers of the run, axes and memory of a rank, and start nothing."
+    "--dry-run", is_flag=True, help="Print axes, work and expected memory per rank, without starting the run."
 )
 @friendly
 def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, dry_run: bool) -> None:
-    """Train a decoder as CONFIG, a TOML file, says.
+    """Train a decoder as configured by CONFIG, a TOML file.
 
-    Starts dp x tp x pp x cp ranks on this machine, or joins the world if torchrun started it:
+    Starts dp x tp x pp x cp ranks on this machine, or joins the world of torchrun:
 
     \b
         longspan train run.toml --set parallel.cp=4
@@ -45,7 +45,7 @@ def train(config: Path, overrides: tuple[str, ...], quiet: bool, as_json: bool, 
         try:
             check_ranks(loaded)
         except SpecError as error:
-            click.echo(f"warning: on this machine the run would be refused: {error}", err=True)
+            click.echo(f"warning: this machine cannot start the run: {error}", err=True)
         start = reckon(loaded, store)
         if as_json:
             click.echo(json_line(start.record()))
@@ -68,7 +68,7 @@ def _table(summary: Summary) -> Table:
     table.add_row("steps", f"{summary.steps}, {summary.tokens:,} tokens on {_ranks(summary)}")
     table.add_row("speed", speed_words(summary))
     if summary.mfu is not None:
-        full = f"{summary.tflops_full:,.0f} if every token saw its whole row"
+        full = f"{summary.tflops_full:,.0f} with full S x S attention"
         table.add_row("work", f"{summary.tflops:,.0f} TFLOP/s a device; {full}")
     if summary.ranks > 1:
         pairs, seconds = summary.pairs_imbalance, summary.time_imbalance

@@ -1,4 +1,4 @@
-"""`longspan verify`: the verdict on a configuration, as a table or JSON; exit code 1 if a case fails."""
+"""`longspan verify`: compare training at CP=N with CP=1, as a table or JSON. Exits with 1 if a case fails."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -20,21 +20,21 @@ from longspan.verify.verify_config import VerifyConfig
 
 @click.command()
 @config_options
-@click.option("--cp", multiple=True, type=int, help="Degrees to compare with cp=1; repeatable. Default: the file's.")
-@click.option("--layout", multiple=True, help="Layouts; repeatable. Default: the file's.")
-@click.option("--route", multiple=True, help="Routes; repeatable. Default: the file's.")
+@click.option("--cp", multiple=True, type=int, help="Degree to compare with cp=1; repeatable. Default: from CONFIG.")
+@click.option("--layout", multiple=True, help="Layout; repeatable. Default: from CONFIG.")
+@click.option("--route", multiple=True, help="Route; repeatable. Default: from CONFIG.")
 @click.option(
     "--comm-dtype",
     multiple=True,
-    help="none, bf16, fp8 for keys and values on the way; repeatable. Default: the file's.",
+    help="Communication dtype: none, bf16 or fp8; repeatable. Default: from CONFIG.",
 )
 @click.option(
-    "--dtype", multiple=True, help="fp64, fp32, bf16, fp16; repeatable. Default: fp32, the file's and, on CPU, fp64."
+    "--dtype", multiple=True, help="fp64, fp32, bf16 or fp16; repeatable. Default: fp32, CONFIG's and, on CPU, fp64."
 )
-@click.option("--steps", default=2, show_default=True, help="Optimizer steps to replay.")
-@click.option("--layers", type=int, help="Cut the model to this many layers, with every kind of mask. Default: all.")
-@click.option("--tokens", type=int, help="Cut rows to this many tokens. Default: the file's.")
-@click.option("--quiet", is_flag=True, help="No progress on stderr.")
+@click.option("--steps", default=2, show_default=True, help="Number of optimizer steps to replay.")
+@click.option("--layers", type=int, help="Cut the model to this many layers, keeping every kind of mask. Default: all.")
+@click.option("--tokens", type=int, help="Cut rows to this many tokens. Default: from CONFIG.")
+@click.option("--quiet", is_flag=True, help="Print no progress.")
 @click.option("--json", "as_json", is_flag=True, help="Print the verdicts as JSON.")
 @friendly
 def verify(
@@ -51,10 +51,11 @@ def verify(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Replay the first steps of CONFIG at CP=1, plain SDPA per document, and at each degree; compare every gradient.
+    """Replay the first steps of CONFIG at CP=1, with plain SDPA per document, and at each CP degree; compare every
+    gradient.
 
-    Exits with 1 if a loss, a gradient norm or a gradient of any parameter lies outside its tolerance, or if a token
-    reached the model with another position or label.
+    Exits with 1 if a loss, a gradient norm or the gradient of a parameter exceeds its tolerance, or if a token has
+    another position or label than at CP=1.
     """
     run = load_config(config, overrides)
     values = {
@@ -69,14 +70,12 @@ def verify(
     }
     cases = VerifyConfig.model_validate(values)
     whole = describe_cut(run, cases)
-    with spinner(quiet) as told:
-        verdicts = run_verification(run, cases, told)
+    with spinner(quiet) as show:
+        verdicts = run_verification(run, cases, show)
     failed = sum(not verdict.passed for verdict in verdicts)
     if as_json:
-        told_cut = {name: {"verified": now, "of": before} for name, (now, before) in whole.items()}
-        click.echo(
-            json_line({"passed": not failed, "cut": told_cut, "cases": [asdict(verdict) for verdict in verdicts]})
-        )
+        cut = {name: {"verified": now, "of": before} for name, (now, before) in whole.items()}
+        click.echo(json_line({"passed": not failed, "cut": cut, "cases": [asdict(verdict) for verdict in verdicts]}))
     else:
         console = Console(highlight=False, width=None if Console().is_terminal else 160)
         console.print(_table(verdicts, run.parallel))
@@ -86,15 +85,15 @@ def verify(
 
 
 def _summary(verdicts: Sequence[Verdict]) -> str:
-    """How many hold: cases that round on the wire are not equal to cp=1, but within what rounding allows."""
+    """Count passed cases. With a communication dtype, a case passes within the bounds of rounding, not by equality."""
     exact = [v.passed for v in verdicts if v.comm_dtype is None]
     rounded = [v.passed for v in verdicts if v.comm_dtype is not None]
-    kinds = ((exact, "cases equal cp=1"), (rounded, "cases with a wire dtype are within its bounds of cp=1"))
+    kinds = ((exact, "cases equal cp=1"), (rounded, "cases with a communication dtype are within its bounds of cp=1"))
     return ", ".join(f"{sum(passed)} of {len(passed)} {what}" for passed, what in kinds if passed)
 
 
 def _cut(whole: Mapping[str, tuple[int, int]]) -> str:
-    """What was left out."""
+    """Describe the cut of the model and the rows."""
     words = {"layers": "layers", "seq_len": "tokens a row"}
     parts = [f"{now:,} of {before:,} {words[name]}" for name, (now, before) in whole.items()]
     return f"; cut to {' and '.join(parts)}" if parts else ""

@@ -1,4 +1,4 @@
-"""A run's configuration as the plain records that plan it: its topology, its planner, its sizes. No torch."""
+"""Derive the topology, planner and sizes of a run from its configuration. No torch."""
 
 import math
 from collections import Counter
@@ -14,27 +14,27 @@ from longspan.topology import ExpertsShape, ModelShape, Nodes, Topology
 from longspan.train.train_config import TrainConfig
 
 _INTERLEAVED = 2
-"""Stages of a rank under schedule "interleaved", if not given."""
+"""Default number of stages per rank under schedule "interleaved"."""
 _HEAD_DIM = 128
-"""Head dim where no model says."""
+"""Head dim without a model."""
 
 
 def topology_of(config: TrainConfig) -> Topology:
-    """The degrees of a run: in the world that torchrun made, or of as many ranks as they ask for."""
+    """Return the topology of a run. Default world size: WORLD_SIZE under torchrun, else tp x pp x cp x dp."""
     p = config.parallel
     world = world_size() or p.tp * p.pp * p.cp * (p.dp or 1)
     return Topology.of(world, dp=p.dp, tp=p.tp, pp=p.pp, cp=p.cp, ep=p.ep, dp_replicate=p.dp_replicate, order=p.order)
 
 
 def nodes_of(config: TrainConfig, topology: Topology) -> Nodes:
-    """The nodes of a run, of `parallel.ranks_per_node` ranks. Default: LOCAL_WORLD_SIZE, or one node without a launcher."""
+    """Return the nodes of a run. Default ranks per node: LOCAL_WORLD_SIZE under torchrun, else the world size."""
     local = config.parallel.ranks_per_node or local_world_size() or topology.world
     whole = config.parallel.ranks_per_node is None and topology.world % local
     return Nodes(topology, topology.world if whole else local)
 
 
 def planner_of(config: TrainConfig, model: ModelConfig | None, topology: Topology) -> Planner:
-    """The planner of a run, for `pack`, `--dry-run`, `longspan plan` and the ranks alike. `model` None: one layer."""
+    """Make the planner of a run, for commands and ranks alike. Without a model: one layer with a full mask."""
     parallel = config.parallel
     return Planner.with_costs(
         parallel.costs,
@@ -54,7 +54,7 @@ def planner_of(config: TrainConfig, model: ModelConfig | None, topology: Topolog
 
 
 def run_shape(config: TrainConfig, model: ModelConfig, device_type: str = "cpu") -> RunShape:
-    """A run as its memory and traffic are worked out from, on a device of this type ("cpu" or "cuda")."""
+    """Return the sizes of a run on a device type ("cpu" or "cuda"), from which memory and traffic are computed."""
     topology, parallel = topology_of(config), config.parallel
     return RunShape(
         model=shape_of(model),
@@ -77,27 +77,30 @@ def run_shape(config: TrainConfig, model: ModelConfig, device_type: str = "cpu")
 
 
 def stages_per_rank(config: TrainConfig) -> int:
-    """Stages of a pipeline that each rank holds."""
+    """Number of pipeline stages on each rank."""
     return config.parallel.stages_per_rank or (_INTERLEAVED if config.parallel.schedule == "interleaved" else 1)
 
 
 def stages_of(config: TrainConfig, model: ModelConfig) -> list[range]:
-    """The layers of every pipeline stage, in order."""
+    """Return the layer indices of every pipeline stage, in order."""
     return stage_layers(model.num_layers, config.parallel.pp * stages_per_rank(config))
 
 
 def pad_to_multiple_of(config: TrainConfig) -> int | None:
-    """A number that the slots of a rank are a multiple of: SP cuts them by tp, and a pipeline needs the same every time."""
+    """Multiple to which each rank's local length is padded, or None.
+
+    SP needs a multiple of tp. A pipeline needs equal lengths in every micro-batch.
+    """
     parallel = config.parallel
     multiple = math.lcm(parallel.pad_to_multiple_of or 1, parallel.tp if parallel.sp else 1)
     if parallel.pp > 1:
-        # The slots of the longest row: no row has more, so this one multiple is what they all have.
+        # The multiple is the local length of the longest row, so every row is padded to that length.
         return slots_of(config.micro_batch_size * config.data.seq_len, parallel.cp, multiple)
     return multiple if multiple > 1 else parallel.pad_to_multiple_of
 
 
 def shape_of(model: ModelConfig) -> ModelShape:
-    """A decoder's configuration as plain numbers."""
+    """Convert a decoder's configuration to a `ModelShape`."""
     experts = model.experts
     return ModelShape(
         num_layers=model.num_layers,

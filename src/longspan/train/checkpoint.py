@@ -1,9 +1,9 @@
-"""Checkpoints through torch.distributed.checkpoint: weights, moments and where the run stood, at any number of ranks.
+"""Checkpoints through torch.distributed.checkpoint (DCP): weights, moments and loader state, loadable at any degrees.
 
-    run_dir/checkpoints/step-00000030/    DCP's shards, and run.json: step, loader, loss scale, the model's shape
+    run_dir/checkpoints/step-00000030/    DCP shards, and run.json: step, loader, loss scale, model configuration
 
-A checkpoint is written beside its place and renamed when it is whole. DCP's metadata is unpickled when read: load only
-checkpoints that you trust.
+A checkpoint is written to a `.partial` folder and renamed when complete. DCP unpickles its metadata: load only trusted
+checkpoints.
 """
 
 import json
@@ -34,7 +34,7 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands, apart from tensors. `step` steps are done."""
+    """Position of a run: completed optimizer steps, tokens read, loader state."""
 
     step: int
     tokens: int
@@ -42,7 +42,7 @@ class Progress:
 
 
 def save(run_dir: Path, step: TrainStep, progress: Progress) -> Path:
-    """Write a checkpoint and return its folder. Collective."""
+    """Write a checkpoint and return its folder. Collective over the world."""
     folder = run_dir / "checkpoints" / f"step-{progress.step:08d}"
     scratch = folder.with_suffix(".partial")
     dcp.save(_joined(_states(step)), checkpoint_id=scratch)
@@ -59,15 +59,15 @@ def save(run_dir: Path, step: TrainStep, progress: Progress) -> Path:
 
 
 def newest(run_dir: Path) -> Path | None:
-    """The folder of the latest whole checkpoint, if there is one."""
+    """Return the folder of the latest complete checkpoint, or None."""
     whole = [file.parent for file in run_dir.glob("checkpoints/step-*/run.json") if file.parent.suffix != ".partial"]
     return max(whole, default=None)
 
 
 def load(folder: Path, step: TrainStep) -> Progress:
-    """Read a checkpoint into the model and optimizer of `step`, saved at any number of ranks. Collective.
+    """Load a checkpoint, saved at any degrees, into the model and optimizers of `step`. Collective over the world.
 
-    Raises `CheckpointError` naming the values that differ if it is of another model.
+    Raises `CheckpointError` if the folder cannot be read or the model configuration differs.
     """
     record = read_record(folder)
     check_model(folder, record, step.model_config)
@@ -79,7 +79,7 @@ def load(folder: Path, step: TrainStep) -> Progress:
         reason = str(error.failures[0] if isinstance(error, CheckpointException) and error.failures else error)
         raise CheckpointError(
             f"{folder} cannot be read: {reason.splitlines()[0]}",
-            hint="remove that folder to go on from the checkpoint before it",
+            hint="remove the folder to resume from the previous checkpoint",
         ) from error
     for stage, optimizer, own in zip(step.stages, step.optimizers, states, strict=True):
         read = {kind: {name: state[kind][name] for name in own[kind]} for kind in own}
@@ -91,8 +91,10 @@ def load(folder: Path, step: TrainStep) -> Progress:
 
 
 def _states(step: TrainStep) -> list[dict[str, dict[str, Any]]]:
-    """Of each of this rank's stages. Parameters have the names of the whole model, and so have their moments and settings: a
-    checkpoint is read at any degrees."""
+    """State dicts of the model and optimizer of each stage on this rank.
+
+    Names are those of the whole model, so that a checkpoint can be loaded at any degrees.
+    """
     pairs = zip(step.stages, step.optimizers, strict=True)
     return [dict(zip(("model", "optimizer"), get_state_dict(*pair, options=_FLAT), strict=True)) for pair in pairs]
 
@@ -102,39 +104,41 @@ def _joined(states: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """`run.json` of a checkpoint."""
+    """Read `run.json` of a checkpoint. Raises `CheckpointError` if the file is missing or invalid."""
     try:
         record: dict[str, Any] = with_current_names(json.loads((folder / "run.json").read_text()))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} is not a whole checkpoint: run.json: {error}") from None
+        raise CheckpointError(f"{folder} is not a complete checkpoint: run.json: {error}") from None
     return record
 
 
 def check_model(folder: Path, record: dict[str, Any], config: ModelConfig) -> None:
-    """Refuse a checkpoint whose model has another shape, naming what differs."""
+    """Raise `CheckpointError` naming the values in which the saved model configuration differs from `config`."""
     saved, here = record["model"], config.model_dump(mode="json")
-    differing = [f"{key} is {saved.get(key)} there and {here[key]} here" for key in here if saved.get(key) != here[key]]
+    differing = [
+        f"{key} is {saved.get(key)} in the checkpoint, {here[key]} here" for key in here if saved.get(key) != here[key]
+    ]
     if differing:
         raise CheckpointError(
             f"{folder} is a checkpoint of another model: {'; '.join(differing)}",
-            hint="give the [model] section of the run that saved it, or another run_dir",
+            hint="use the [model] section of the run that saved the checkpoint, or choose another run_dir",
         )
 
 
 def check_export(config: ModelConfig) -> None:
-    """Refuse, before a run, a model that a Hugging Face Llama folder cannot describe."""
+    """Raise `SpecError` for a model that a Hugging Face Llama folder cannot represent."""
     if config.qk_norm or set(config.mask_names) != {"full"} or config.experts is not None:
         beyond = f"qk_norm={config.qk_norm}, windows={config.windows}"
         if config.experts is not None:
             beyond += f", {config.experts.num_experts} experts"
         raise SpecError(
-            f"export=true: a Llama folder cannot describe {beyond}",
-            hint="set export=false and use checkpoint_every, or a model without these",
+            f"export=true: a Hugging Face Llama folder cannot represent {beyond}",
+            hint="set export=false and use checkpoint_every, or remove these options of the model",
         )
 
 
 def export(run_dir: Path, step: TrainStep) -> Path:
-    """Gather the weights on rank 0 and write them as a Hugging Face folder, in the place of an older one. Collective."""
+    """Gather the weights on rank 0 and write a Hugging Face folder, replacing an older one. Collective."""
     whole = gather_whole(step.stages, step.meshes)
     folder = run_dir / "model"
     if dist.get_rank() == 0:

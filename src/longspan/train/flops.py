@@ -1,10 +1,11 @@
-"""How fast a run is: tokens and FLOP/s of a device, and MFU, by one definition for all that shows them. No torch.
+"""Speed of a run: tokens/s, FLOP/s and model FLOPs utilisation (MFU). No torch.
 
     FLOPs = 6 x parameters that multiply x tokens  +  12 x query heads x head_dim x visible pairs, layer by layer
 
-A product of n rows with an (a, b) matrix is 2 n a b, and backward makes two such products. Attention makes two products of
-head_dim for each pair and head, 4 D, and backward counts twice that. Recomputation, of layers or in a flash kernel, is no
-progress and counts nothing (Chowdhery et al., 2022, arXiv:2204.02311, appendix B; there over the full square of a row).
+The product of n rows with an (a, b) matrix is 2 n a b FLOPs; backward has two such products. Attention has 4 D FLOPs
+per pair and head in forward and twice that in backward. Recomputation, of layers or in a flash kernel, does not count.
+Definition of Chowdhery et al., 2022 (arXiv:2204.02311, appendix B), which counts all S x S pairs of a row instead of
+the visible ones.
 """
 
 import math
@@ -33,41 +34,41 @@ PEAKS: dict[tuple[str, ...], tuple[float, float]] = {
     ("MI300X",): (1307, 163.4),
     ("MI325X",): (1307, 163.4),
 }
-"""Words of a device's name -> dense TFLOP/s in bf16 and fp16, and in fp32 (without TF32, as by torch's default), of one device.
+"""Words in a device's name -> (dense TFLOP/s in bf16 and fp16, TFLOP/s in fp32 without TF32) of one device.
 
-From the makers' data sheets ("NVIDIA A100 Tensor Core GPU", "H100", "H200", "L40", "L40S", "Blackwell Architecture Technical
-Brief" for B200 and GB200, "AMD Instinct MI300X", "MI325X"). Those of NVIDIA from H100 on show figures with sparsity: halved here.
-A name without a form ("NVIDIA H100 80GB HBM3") is the SXM module.
+From the vendors' data sheets ("NVIDIA A100 Tensor Core GPU", "H100", "H200", "L40", "L40S", "Blackwell Architecture
+Technical Brief" for B200 and GB200, "AMD Instinct MI300X", "MI325X"). NVIDIA's figures from H100 on are with sparsity,
+and halved here. A name without a form factor ("NVIDIA H100 80GB HBM3") is the SXM module.
 """
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Of a step, or of the steps of a run. FLOP/s are of one device; `mfu` is None where its peak is not in `PEAKS`."""
+    """Speed of one step or of several. TFLOP/s are per device."""
 
     seconds: float
     tokens_per_second: float
     tokens_per_second_per_device: float
     tflops: float
-    """Visible pairs alone."""
+    """TFLOP/s per device, with attention on visible pairs only."""
     tflops_full: float
-    """As if every token saw a whole row: what some publish, and no work that was done."""
+    """TFLOP/s per device as if every token attended to `seq_len` tokens, for comparison with published figures."""
     mfu: float | None
-    """`tflops` over the device's peak."""
+    """`tflops` / peak of the device. None for a device outside `PEAKS`."""
 
 
 @dataclass(frozen=True)
 class Meter:
-    """What turns tokens, pairs and seconds of a run into its `Speed`."""
+    """Converts tokens, visible pairs and seconds of a run to a `Speed`."""
 
     model: ModelConfig
     seq_len: int
     devices: int
     peak: float | None
-    """FLOP/s of a device: see `peak_flops`."""
+    """Peak FLOP/s of one device: see `peak_flops`."""
 
     def speed(self, tokens: int, pairs: int, seconds: float) -> Speed:
-        """Of all devices together in `seconds`: `tokens` of the rows, and their visible pairs, summed over layers."""
+        """Speed of all devices together. `pairs`: visible pairs of `tokens`, summed over layers."""
         each = seconds * self.devices
         done = step_flops(self.model, tokens, pairs)
         full = step_flops(self.model, tokens, tokens * self.seq_len * self.model.num_layers)
@@ -82,15 +83,14 @@ class Meter:
 
 
 def step_flops(model: ModelConfig, tokens: int, pairs: int) -> int:
-    """Forward and backward, on all devices together. `pairs`: visible (query, key) pairs, summed over layers."""
+    """FLOPs of forward and backward on all devices together. `pairs`: visible pairs, summed over layers."""
     return 6 * multiplying_parameters(model) * tokens + 12 * model.num_heads * model.head_dim * pairs
 
 
 def multiplying_parameters(model: ModelConfig) -> int:
-    """Elements of the matrices that a token is multiplied by: projections, feed-forward, the head.
+    """Number of parameters that multiply each token: projections, MLP and output head.
 
-    Not the embedding, which is looked up (tied, its matrix counts once, as the head), and not norms. Of experts the router, the
-    `top_k` that a token goes to, and the shared one.
+    Excludes norms and the embedding lookup. Experts count the router, `top_k` routed experts and the shared expert.
     """
     attention = model.hidden_size * model.head_dim * 2 * (model.num_heads + model.num_kv_heads)
     experts = model.experts
@@ -104,8 +104,10 @@ def multiplying_parameters(model: ModelConfig) -> int:
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """Dense peak FLOP/s of a device in "bf16", "fp16" or "fp32", by the name its driver gives; None for what is not in `PEAKS`,
-    such as a CPU, fp64, or a slice of a device (MIG)."""
+    """Dense peak FLOP/s of a device in "bf16", "fp16" or "fp32", by its driver's name.
+
+    None for a device outside `PEAKS`, another dtype, or a MIG slice.
+    """
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     known = [key for key in PEAKS if words.issuperset(key)]
     if not known or "MIG" in words or DTYPES[dtype].itemsize > 4:

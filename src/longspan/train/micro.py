@@ -1,6 +1,6 @@
-"""One rank's part of a micro-batch: what a decoder is called with.
+"""One rank's part of a micro-batch: the inputs of a decoder.
 
-Batch -> masks, layout and plans -> shard over cp -> of what goes with hidden states, the part of this tp rank
+Batch -> masks, layout and plans -> shard over cp -> under sp, cut what goes with hidden states over tp
 """
 
 from collections import Counter
@@ -29,20 +29,24 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Micro:
-    """Of all T slots: ids, positions, labels (1, T). `tokens` and `routing` are of the slots whose hidden states are here."""
+    """Decoder inputs over the T slots of a rank. Under sp, `tokens` and `routing` cover this tp rank's T/tp slots."""
 
     input_ids: Tensor
+    """(1, T), int64."""
     position_ids: Tensor
+    """(1, T), int64; -1 in padding slots."""
     labels: Tensor
+    """(1, T), int64, already shifted; -100 marks a slot without a target."""
     num_targets: int
-    """Labels that are not -100, counted before they went to the device."""
+    """Number of labels other than -100, counted on the host."""
     attend: Attend
     tokens: Tensor | None
+    """Number of each token in the run, for dropout. None without dropout."""
     routing: Routing | None
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """All that `Decoder.forward` takes but the ids."""
+        """Keyword arguments of `Decoder.forward`."""
         return {
             "position_ids": self.position_ids, "attend": self.attend, "labels": self.labels, "tokens": self.tokens,
             "routing": self.routing,
@@ -57,7 +61,7 @@ def make_micro(
     experts: ExpertsConfig | None,
     balance_scale: Tensor,
 ) -> Micro:
-    """This rank's part of a global row that `sequence` has laid out."""
+    """Return this rank's part of `batch`, sharded by `sequence` and moved to the device."""
     device = meshes.data.device_type
     tp, sp = meshes.data["tp"], config.parallel.sp and meshes.topology.tp > 1
 
@@ -71,7 +75,7 @@ def make_micro(
     if experts is not None:
         whole["unit"] = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))[None]
     on_host = sequence.shard(whole, dim=1)
-    # What depends on values is found here, without waiting for the device.
+    # Read values on the host, so that the host does not wait for the device.
     num_targets, live = count_targets(on_host["labels"]), part(on_host["position_ids"] >= 0)
     local = {name: upload(x, device) for name, x in on_host.items()}
     tokens, unit, routing = local.pop("tokens", None), local.pop("unit", None), None
@@ -101,7 +105,7 @@ def _attend(sequence: Sharded, config: TrainConfig) -> Attend:
 
 
 def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
-    """A layer's maps round attention, with QK-norm and rotary embedding, for the route that stages heads."""
+    """Return a layer's projections, with QK-norm and rotary embedding, for route "upipe"."""
 
     def on(norm: nn.Module | None) -> Transform:
         return rotate if norm is None else lambda heads: rotate(norm(heads))
@@ -114,11 +118,11 @@ def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
 
 
 def visible_pairs(batch: Batch, model: ModelConfig) -> int:
-    """Of a packed row in all layers, each pair once: what its attention is, whoever computes it and however often."""
+    """Number of visible (query, key) pairs of a micro-batch, summed over all layers and counted once over all ranks."""
     layers = Counter(model.mask_names)
     return sum(layers[name] * mask.area for name, mask in masks_of(batch, tuple(layers)).items())
 
 
 def masks_of(batch: Batch, names: Sequence[str]) -> dict[str, Mask]:
-    """The masks of a packed row by the names that layers use: causal within documents, full or with a window."""
+    """Return the named masks of a micro-batch: causal within each document, with the window of the name."""
     return {name: documents_mask(batch.lengths, batch.parents, window_of(name)) for name in names}

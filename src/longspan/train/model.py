@@ -1,4 +1,4 @@
-"""The decoder a run starts from: the same first weights at every degree, for training and for both sides of `verify`."""
+"""The initial decoder of a run, with the same weights at every degree, for training and both sides of `verify`."""
 
 import torch
 
@@ -10,14 +10,14 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, dtype.torch_name) f
 
 
 def make_model(config: TrainConfig, device: torch.device | str = "cpu") -> Decoder:
-    """The decoder with its first weights, which depend on the seed alone: the same at every degree."""
+    """Make the decoder with its initial weights on one device. Random weights depend only on the seed."""
     model = meta_model(config).to_empty(device=device)
     first_weights(model, config)
     return model
 
 
 def meta_model(config: TrainConfig, part: range | None = None) -> Decoder:
-    """The decoder, or a pipeline stage of it, on the meta device: to be cut before it takes memory."""
+    """Make the decoder, or the layers `part` of a pipeline stage, on the meta device."""
     with torch.device("meta"):
         model = Decoder(
             model_config(config), recompute=config.recompute, dropout=config.dropout, seed=config.seed, part=part
@@ -26,7 +26,7 @@ def meta_model(config: TrainConfig, part: range | None = None) -> Decoder:
 
 
 def first_weights(model: Decoder, config: TrainConfig) -> None:
-    """Draw or read this rank's part of the weights a run starts from."""
+    """Fill this rank's shards with the initial weights, random or from `config.init_from`."""
     if config.init_from is None:
         model.init_weights()
     else:

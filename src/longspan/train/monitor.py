@@ -1,6 +1,6 @@
-"""What a run tells: a metrics file, TensorBoard and a progress bar (rank 0), from what every rank measured.
+"""Output of a run on rank 0: a metrics file, TensorBoard events and a progress bar, from measurements of all ranks.
 
-run_dir/metrics.jsonl    one object a step: {"step": 1, "loss": ..., "slowest_rank": 0, ..., "ranks": [{"pairs": ...}, ...]}
+run_dir/metrics.jsonl    one object per step: {"step": 1, "loss": ..., "slowest_rank": 0, ..., "ranks": [...]}
 """
 
 import json
@@ -24,11 +24,15 @@ OF_RANKS = (
     "targets", "pairs", "blocks", "rows_received", "bytes_sent", "bytes_received", "attention_seconds", "waiting_seconds",
     "peak_memory_bytes",
 )  # fmt: skip
-"""Of what each rank measured: TensorBoard shows the least, the mean and the most, however many ranks there are."""
+"""Fields of `RankUsage` of which TensorBoard gets the minimum, mean and maximum over ranks."""
 
 
 class Monitor:
-    """Writes and shows what `step` and `evaluation` are given; on ranks other than 0 does nothing."""
+    """Writes and shows the numbers passed to `step` and `evaluation`. Does nothing with `writes=False`, for ranks other
+    than 0.
+
+    `steps` is the number of steps of the run, `done` the number completed before a resume.
+    """
 
     def __init__(
         self, run_dir: Path, steps: int, done: int, *, writes: bool, quiet: bool, watch: BalanceWatch | None = None
@@ -44,10 +48,10 @@ class Monitor:
         self._quiet = quiet
         self._bar = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(10),
-            TextColumn("{task.fields[told]}", table_column=Column(ratio=1, no_wrap=True)), TimeRemainingColumn(),
+            TextColumn("{task.fields[shown]}", table_column=Column(ratio=1, no_wrap=True)), TimeRemainingColumn(),
             console=self._console, disable=quiet, expand=True,
         )  # fmt: skip
-        self._task = self._bar.add_task("train", total=steps, completed=done, told="")
+        self._task = self._bar.add_task("train", total=steps, completed=done, shown="")
 
     def __enter__(self) -> Self:
         if self._writes:
@@ -58,13 +62,13 @@ class Monitor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._writes:
-            if not self._quiet:  # rich ends a log with an empty line, of a bar that was never shown too
+            if not self._quiet:  # stop() prints an empty line even for a disabled bar
                 self._bar.stop()
             self._board.close()
             self._file.close()
 
     def step(self, step: int, result: StepResult, speed: Speed, tokens_seen: int, ranks: Sequence[RankUsage]) -> None:
-        """One optimizer step; `step` counts from 1."""
+        """Record one optimizer step. `step` counts from 1, `tokens_seen` from the start of the run."""
         if not self._writes:
             return
         balance = Balance.of(ranks)
@@ -89,13 +93,13 @@ class Monitor:
             for kind, value in (("min", min(values)), ("mean", sum(values) / len(values)), ("max", max(values))):
                 self._board.add_scalar(f"ranks/{name}_{kind}", value, step)
         note = "  step skipped: gradients overflowed" if result.skipped else ""
-        told = f"loss {result.loss:.4f}  {speed_words(speed, brief=True)}{note}{_evenness(balance) if len(ranks) > 1 else ''}"
-        self._bar.update(self._task, completed=step, told=told)
+        shown = f"loss {result.loss:.4f}  {speed_words(speed, brief=True)}{note}{_evenness(balance) if len(ranks) > 1 else ''}"
+        self._bar.update(self._task, completed=step, shown=shown)
         if (warning := self._watch.step(ranks)) is not None:
             self._bar.console.print(f"warning: step {step}: {warning}", highlight=False, markup=False, soft_wrap=True)
 
     def evaluation(self, step: int, loss: float) -> None:
-        """Mean held-out loss after `step` steps."""
+        """Record the mean held-out loss after `step` steps, in nats per token."""
         if not self._writes:
             return
         self._file.write(json_line({"step": step, "heldout_loss": loss}) + "\n")
@@ -104,7 +108,7 @@ class Monitor:
 
 
 def speed_words(speed: Speed, brief: bool = False) -> str:
-    """Tokens a second, of all devices and, unless `brief` (a bar has 80 columns), of one; and MFU where the peak is known."""
+    """Format tokens/s of all devices, of one device unless `brief` (for the progress bar), and MFU if known."""
     one, together = speed.tokens_per_second_per_device, speed.tokens_per_second
     each = "" if brief or one == together or math.isnan(one) else f" ({one:,.0f} a device)"
     return f"{together:,.0f} tokens/s{each}{'' if speed.mfu is None else f'  MFU {speed.mfu:.1%}'}"
@@ -115,7 +119,7 @@ def _evenness(balance: Balance) -> str:
 
 
 def _forget_after(metrics: Path, done: int) -> None:
-    """Drop what was told of steps after `done`, which this run does (again), and a line that was cut short."""
+    """Drop the lines of steps after `done`, which this run repeats, and a truncated last line."""
     if not metrics.exists():
         return
     lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("}\n")]
@@ -123,7 +127,7 @@ def _forget_after(metrics: Path, done: int) -> None:
 
 
 def json_line(record: Any) -> str:
-    """`record` as JSON on one line. JSON has no NaN and no infinity: a float that is not finite becomes null."""
+    """Serialise `record` as one line of JSON. NaN and infinity, which JSON lacks, become null."""
     return json.dumps(_finite(record), allow_nan=False)
 
 

@@ -1,4 +1,4 @@
-"""AdamW, its schedule, the global gradient norm, and loss scaling for fp16."""
+"""AdamW, the learning-rate schedule, the global gradient norm, and loss scaling for fp16."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -16,9 +16,9 @@ Tensor = torch.Tensor
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW over all parameters; weight decay on matrices only.
+    """Make AdamW over all parameters, with weight decay on matrices only.
 
-    Parameters on other meshes, such as experts, are groups of their own: one call for many takes those of one mesh.
+    Each device mesh has its own parameter groups, because a foreach kernel cannot mix DTensors of different meshes.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[Tensor]] = {}
     for p in (p for p in model.parameters() if p.requires_grad):
@@ -31,7 +31,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
 
 def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
-    """The rate of step 0, 1, ...: linear up over `warmup_steps`, then half a cosine down to `min_lr_ratio * lr`."""
+    """Learning rate of `step`, counted from 0: linear warm-up, then cosine decay to `min_lr_ratio * lr`."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
@@ -40,9 +40,10 @@ def learning_rate(config: OptimConfig, step: int, steps: int) -> float:
 
 @dataclass
 class LossScale:
-    """Dynamic loss scaling: halve after a step whose gradients overflow, double after `patience` that did not.
+    """Dynamic loss scaling: halve the scale after an overflow, double it after `patience` consecutive finite steps.
 
-    Our own and not `torch.amp.GradScaler`, whose check for overflow looks at each rank's shard alone.
+    Replaces `torch.amp.GradScaler`, which checks overflow only on each rank's own shard. `patience` 0 keeps the scale
+    fixed.
     """
 
     value: float = 1.0
@@ -51,11 +52,11 @@ class LossScale:
 
     @classmethod
     def of_dtype(cls, dtype: str) -> "LossScale":
-        """2^16 for fp16; 1, for good, for every other type."""
+        """Initial scale of a dtype: 2^16 for fp16, a fixed 1 otherwise."""
         return cls(value=2.0**16) if dtype == "fp16" else cls(patience=0)
 
     def update(self, finite: bool) -> None:
-        """Take notice of a step."""
+        """Adjust the scale after a step whose gradients were `finite` or not."""
         if not self.patience:
             return
         self.good_steps = self.good_steps + 1 if finite else 0
@@ -73,10 +74,10 @@ def update(
     clip_norm: float | None,
     group: dist.ProcessGroup | None = None,
 ) -> float:
-    """Unscale and clip the gradients and step at that learning rate; returns their global norm before clipping.
+    """Unscale and clip the gradients, step at learning rate `rate`, and return the global norm before clipping.
 
-    `owned` are the parameters whose shards count on this rank, so that over all ranks of `group` every element counts once. If
-    the norm is not finite the step is skipped, and the loss scale learns of it.
+    `owned` are the parameters whose shards this rank counts in the norm: over all ranks of `group`, each element once.
+    If the norm is not finite, the step is skipped and the loss scale is lowered. Collective over `group`.
     """
     device = next(p.device for optimizer in optimizers for g in optimizer.param_groups for p in g["params"])
     norm = global_norm((p.grad for p in owned if p.grad is not None), group, device) / scale.value
@@ -97,10 +98,10 @@ def update(
 def global_norm(
     tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> float:
-    """The 2-norm of all elements of these tensors, of shards those that are here, on all ranks of `group`. Collective."""
+    """2-norm of all tensors on all ranks of `group`. A DTensor counts with its local shard. Collective."""
     here = [_local(tensor) for tensor in tensors]
     norms = torch.stack(torch._foreach_norm(here)) if here else torch.zeros(0, device=device)
-    total = norms.double().square().sum()  # each widened before it is squared
+    total = norms.double().square().sum()  # widen before squaring, against overflow
     if group is not None:
         dist.all_reduce(total, group=group)
     return math.sqrt(float(total))

@@ -1,4 +1,4 @@
-"""`longspan pack`: the rows that a run of a configuration would read, as a manifest. No torch."""
+"""Pack the rows of a run into a manifest, for `longspan pack`. No torch, unless `init_from` is set."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,15 +20,15 @@ def pack_run(
     tokenised: Callable[[int], None] | None = None,
     packed: Callable[[int, int], None] | None = None,
 ) -> PackReport:
-    """Write the rows that a run of this configuration would read to a manifest.
+    """Write the rows that a run of this configuration would read to a manifest, and return its report.
 
-    `tokenised` is called with the documents done, `packed` as by `longspan.data.pack.pack`. Raises SpecError, DataError: what no
-    rank could carry out, and what `open_store` and `pack` raise.
+    `tokenised` is called with the number of tokenised documents, `packed` as in `longspan.data.pack.pack`. Raises
+    `SpecError` for a configuration that cannot run, `DataError` for the corpus.
     """
     if config.data.manifest is not None:
         raise SpecError(
-            f"data.manifest={config.data.manifest}: rows that are packed are not packed again",
-            hint="leave it out: --set data.manifest=none",
+            f"data.manifest={config.data.manifest}: the rows of this configuration are already packed",
+            hint="remove it: --set data.manifest=none",
         )
     model = None if config.model is None and config.init_from is None else model_config(config)
     planner = planner_of(config, model, topology_of(config))

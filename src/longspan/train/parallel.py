@@ -1,7 +1,7 @@
-"""The model of a run, cut over its ranks before it takes memory: layers over pp, heads and vocabulary over tp, experts over
-ep, and by FSDP2 what is left over dp x cp.
+"""Shard the model of a run over its ranks before memory is allocated: layers over pp, heads and vocabulary over tp,
+experts over ep, and the remaining parameters over dp x cp by FSDP2.
 
-    meta device -> stages -> tensor parallel -> experts -> compiled blocks -> FSDP2 -> memory -> each rank's first weights
+    meta device -> stages -> tensor parallel -> experts -> compiled blocks -> FSDP2 -> memory -> initial weights
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,16 +24,15 @@ from longspan.train.train_config import TrainConfig, model_config
 
 
 def make_stages(config: TrainConfig, meshes: Meshes) -> list[nn.Module]:
-    """This rank's stages, wrapped, with their first weights: stage `pp rank`, then every pp-th. Without pp there is one."""
+    """Make this rank's wrapped stages with their initial weights: stages pp_rank, pp_rank + pp, ..."""
     layers = stages_of(config, model_config(config))[meshes.data["pp"].get_local_rank() :: meshes.topology.pp]
     return [wrap(meta_model(config, part), meshes, config) for part in layers]
 
 
 def wrap(model: Decoder, meshes: Meshes, config: TrainConfig) -> nn.Module:
-    """Cut a model on the meta device over the ranks, give it memory and its first weights.
+    """Shard a model on the meta device over the ranks, allocate it and set its initial weights.
 
-    What is compiled is a block's own `forward`, inside the hooks by which a wrapper gathers its weights. Gradients are summed
-    over ranks by FSDP2, averaged by DDP.
+    Compiles a block's own `forward`, inside the wrapper's hooks. FSDP2 sums gradients over ranks, DDP averages them.
     """
     device = torch.device(meshes.weights.device_type)
     if meshes.topology.tp > 1:
@@ -52,13 +51,13 @@ def wrap(model: Decoder, meshes: Meshes, config: TrainConfig) -> nn.Module:
 
 
 def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
-    """One FSDP2 unit per block, and one for the experts of each, which other ranks share."""
+    """Apply FSDP2: one unit per block, and one for the experts of each block, which have their own mesh."""
     low = TORCH_DTYPES[config.dtype] if DTYPES[config.dtype].mixed else None
     policy = MixedPrecisionPolicy(
         param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
     )
     shards = meshes.weights["replica", "shard"] if meshes.topology.dp_replicate > 1 else meshes.weights["shard"]
-    # Zero-bubble takes gradients by weights later on, and would not find those that a unit has given back in between.
+    # Zero-bubble computes weight gradients in a later pass, which needs weights that a unit would have resharded.
     kept = config.parallel.schedule == "zero-bubble"
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=False if kept else None)
     for block in model.blocks:
@@ -68,22 +67,22 @@ def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
     shard(model, mesh=shards)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            # Units have groups of different sizes, so an average would weigh them differently.
+            # Units have groups of different sizes, so averages would have different divisors.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
 
 def decoder_of(module: nn.Module) -> Decoder:
-    """The decoder that a stage is, under its wrapper."""
+    """Return the decoder of a stage, without its DDP wrapper."""
     inner: Decoder = module.module if isinstance(module, DistributedDataParallel) else module  # type: ignore[assignment]
     return inner
 
 
 def is_owner(parameter: Tensor, meshes: Meshes) -> bool:
-    """Whether this rank's shard of a parameter is the one that counts, where other ranks hold copies of it.
+    """Whether this rank counts its shard of a parameter, so that each shard counts once over all ranks.
 
-    Plain tensors are on all ranks of a stage. A DTensor tells its copies by its placements, but for those over tp where
-    tensor parallelism left the parameter alone.
+    A plain tensor is replicated over all ranks of a stage. A DTensor's replicas follow from its placements, except
+    those over tp if the mesh has no tp axis.
     """
     if not isinstance(parameter, DTensor):
         rank = {**_place(meshes.data), "pp": 0}
@@ -93,7 +92,7 @@ def is_owner(parameter: Tensor, meshes: Meshes) -> bool:
     if not {"tp", "edp"} & set(names) and meshes.data["tp"].get_local_rank():
         return False
     place = mesh.get_coordinate()
-    assert place is not None, "a rank holds what it asks for"
+    assert place is not None, "the mesh of a parameter contains this rank"
     return not any(
         index for index, placement in zip(place, parameter.placements, strict=True) if placement.is_replicate()
     )
@@ -101,14 +100,15 @@ def is_owner(parameter: Tensor, meshes: Meshes) -> bool:
 
 def _place(mesh: dist.device_mesh.DeviceMesh) -> dict[str, int]:
     place = mesh.get_coordinate()
-    assert place is not None, "the mesh holds every rank"
+    assert place is not None, "the mesh contains every rank"
     return dict(zip(mesh.mesh_dim_names or (), place, strict=True))
 
 
 def gather_whole(stages: Sequence[nn.Module], meshes: Meshes, *, gradients: bool = False) -> dict[str, Tensor]:
-    """Every parameter of the model, or its gradient, whole, on the CPU of rank 0; an empty mapping on others. Collective.
+    """Gather every unsharded parameter of the model, or its gradient, on the CPU of rank 0. Collective over the world.
 
-    One parameter at a time: its shards are gathered within its stage, and the whole goes along rank 0's pipeline.
+    Gathers one parameter at a time within its stage, then broadcasts it within rank 0's pp group. Returns {} on other
+    ranks.
     """
     held = dict(_held(stages, gradients))
     if any(index for axis, index in _place(meshes.data).items() if axis != "pp"):
@@ -131,7 +131,7 @@ def gather_whole(stages: Sequence[nn.Module], meshes: Meshes, *, gradients: bool
 
 
 def _held(stages: Sequence[nn.Module], gradients: bool) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of this rank's stages, or their gradients where there are any, by name."""
+    """Yield (name, parameter) of this rank's stages, or (name, gradient) where a gradient exists."""
     for stage in stages:
         for name, parameter in decoder_of(stage).named_parameters():
             tensor = parameter.grad if gradients else parameter.detach()
@@ -140,5 +140,5 @@ def _held(stages: Sequence[nn.Module], gradients: bool) -> Iterator[tuple[str, T
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """All of a tensor; collective over its mesh."""
+    """Return the unsharded tensor. Collective over its mesh."""
     return tensor.full_tensor().contiguous() if isinstance(tensor, DTensor) else tensor.contiguous()

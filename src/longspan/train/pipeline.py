@@ -1,7 +1,7 @@
-"""Micro-batches through the stages of a pipeline, in the order of one of torch.distributed.pipelining's schedules.
+"""Run micro-batches through a pipeline with the schedules of torch.distributed.pipelining.
 
-Hidden states alone travel between stages. Positions, plans and labels of a micro-batch are known to every rank, and looked up
-by its number; all have the same number of slots, since the buffers that stages receive into are made once.
+Stages send only hidden states. Every rank has the positions, plans and labels, and looks them up by the micro-batch's
+index. All micro-batches have the same number of slots, because the receive buffers are allocated once.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ Tensor = torch.Tensor
 
 
 class Pipeline:
-    """This rank's stages of a pipeline, for steps of `num_micros` micro-batches whose hidden states are `hidden`."""
+    """This rank's stages of a pipeline, for steps of `num_micros` micro-batches."""
 
     def __init__(
         self, modules: Sequence[nn.Module], meshes: Meshes, schedule: str, num_micros: int, ids: Tensor, hidden: Tensor
     ) -> None:
-        """ids (1, T) and hidden states (1, T, E) of a micro-batch, on the meta device, say what stages send each other."""
+        """`ids` (1, T) and `hidden` (1, T, E), on the meta device, give the shapes and dtypes that stages exchange."""
         mesh = meshes.data["pp"]
         self.num_micros = num_micros
         self.device = torch.device(mesh.device_type)
@@ -52,22 +52,22 @@ class Pipeline:
         self._factor, self._total = 1.0, torch.zeros(())
 
     def run(self, micros: Sequence[Micro], factor: float) -> Tensor:
-        """Gradients of `factor` times the loss sum of these micro-batches; that sum on the last stage's ranks, 0 elsewhere."""
+        """Compute the gradients of `factor` x loss sum. Returns the loss sum on the last stage's ranks, else 0."""
         total = self._through(micros, factor, self.schedule.step)
         if self._ends is not None:
             self._sum_embedding_gradients(self._ends)
         return total
 
     def evaluate(self, micros: Sequence[Micro]) -> Tensor:
-        """The loss sum alone."""
+        """Return the loss sum on the last stage's ranks, else 0. Computes no gradients."""
         return self._through(micros, 1.0, self.schedule.eval)
 
     def _through(self, micros: Sequence[Micro], factor: float, run: Any) -> Tensor:
-        assert len(micros) == self.num_micros, "a schedule is made for a number of micro-batches"
+        assert len(micros) == self.num_micros, "a schedule has a fixed number of micro-batches"
         self._factor, self._total = factor, torch.zeros((), dtype=torch.float64, device=self.device)
         for stage in self.stages:
             stage.micros = micros
-        # What the loss is told is the micro-batch's number: labels are known where it is computed.
+        # The target is the micro-batch's index: the last stage has the labels.
         run(target=torch.arange(self.num_micros), return_outputs=False)
         return self._total
 
@@ -76,18 +76,18 @@ class Pipeline:
         return loss_sum * self._factor
 
     def _sum_embedding_gradients(self, ends: dist.ProcessGroup) -> None:
-        """Tied embeddings are on the first stage and on the last, each with the gradient of its own use."""
+        """Sum the gradients of a tied embedding, of which the first and last stage hold a copy each."""
         for stage in self.stages:
             if stage.is_first or stage.is_last:
                 embedding = decoder_of(stage.submod).embed_tokens
-                assert embedding is not None, "both ends have it"
+                assert embedding is not None, "first and last stage hold the tied embedding"
                 gradient = embedding.weight.grad
                 assert gradient is not None, "backward has run"
                 dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=ends)
 
 
 class _Stage(PipelineStage):
-    """A stage that looks its micro-batch up."""
+    """A stage that passes the micro-batch's own inputs to its module."""
 
     micros: Sequence[Micro]
 

@@ -1,4 +1,4 @@
-"""A whole run: assemble the parts on this rank, step, evaluate, save, report."""
+"""The training loop: assemble the parts on this rank, step, evaluate, save, report."""
 
 import time
 import warnings
@@ -33,23 +33,28 @@ from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure, p
 
 @dataclass(frozen=True)
 class Summary(Speed):
-    """How a run ended, and its speed; losses, entropy (nats per token) and tokens are the same at every CP size.
+    """Final numbers of a run. Losses, entropy and tokens are the same at every CP degree.
 
-    Imbalances are means over this run's steps of the greatest over the mean of all ranks: of pairs, and of time worked in
-    attention. The speed is that of this run's steps but the first, which warms caches and allocators up.
+    The speed excludes this process's first step, which warms caches and allocators up.
     """
 
     steps: int
     tokens: int
+    """Tokens of all steps, those before a resume included."""
     ranks: int
     loss: float
+    """Training loss of the last step, in nats per token."""
     heldout_loss: float | None
+    """Latest held-out loss, in nats per token. None without an evaluation."""
     unigram_entropy: float
+    """Unigram entropy of the corpus, in nats per token."""
     pairs_imbalance: float
+    """Mean over steps of the largest / mean visible pairs of the ranks."""
     time_imbalance: float
+    """Mean over steps of the largest / mean time that ranks worked in attention."""
     run_dir: str
     axes: str = ""
-    """Degrees above 1, as "tp 2, cp 2"."""
+    """Degrees above 1, such as "tp 2, cp 2"."""
 
 
 def train(
@@ -59,10 +64,12 @@ def train(
     progress: Callable[[int], None] | None = None,
     prepared: bool = False,
 ) -> Summary | None:
-    """Train on this world if a launcher made one, else on new processes, one for each rank. Only rank 0 gets the summary.
+    """Train in the world of a launcher such as torchrun, or start one process per rank. Returns the summary on rank 0,
+    else None.
 
-    What is wrong with the configuration, the corpus or a checkpoint raises here, before a process is started. `prepared`:
-    `prepare` has found nothing wrong already.
+    Raises `SpecError`, `DataError` or `CheckpointError` before a process starts if the configuration, the corpus or a
+    checkpoint is invalid. `progress` is called with the number of tokenised documents. `prepared`: whether the caller
+    has called `prepare`.
     """
     check_ranks(config)
     if not prepared:
@@ -73,12 +80,12 @@ def train(
 
 
 def check_ranks(config: TrainConfig) -> None:
-    """Refuse a run that has more ranks on this machine than devices. Raises `SpecError`."""
+    """Raise `SpecError` if this machine has fewer devices than ranks."""
     check_devices(config.parallel.device, local_ranks(topology_of(config).world))
 
 
 def reckon(config: TrainConfig, store: TokenStore) -> Start:
-    """The numbers of a run before it starts."""
+    """Compute the memory budget, nodes and steps per epoch of a run before its start."""
     topology = topology_of(config)
     loader = make_loader(config, store, dp_rank=0, dp_size=topology.dp)
     return Start(
@@ -89,12 +96,15 @@ def reckon(config: TrainConfig, store: TokenStore) -> Start:
 
 
 def expected(config: TrainConfig) -> Budget:
-    """What each rank is expected to hold, on the device of the run."""
+    """Return the expected memory of each rank on the device of the run."""
     return budget_of(run_shape(config, model_config(config), device_type(config.parallel.device)))
 
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
-    """Refuse what the ranks would refuse, before there are any; the corpus, if there is nothing to refuse."""
+    """Check the configuration, corpus and checkpoint of a run before its ranks start, and return the corpus.
+
+    Raises `SpecError`, `DataError` or `CheckpointError`.
+    """
     check_plan(config, model_config(config))
     store = prepare_corpus(config, progress)
     folder = checkpoint.newest(config.run_dir)
@@ -102,13 +112,13 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
         checkpoint.check_export(model_config(config))
         if not config.resume and (config.run_dir / "model").exists():
             raise CheckpointError(
-                f"{config.run_dir / 'model'} exists: export would write over the weights of another run",
+                f"{config.run_dir / 'model'} exists: export would overwrite the weights of another run",
                 hint="choose another run_dir, remove that folder, or set export=false",
             )
     if folder is not None and not config.resume:
         raise CheckpointError(
-            f"{folder} exists: the run would write over a run that has been saved",
-            hint="set resume=true to go on from it, or choose another run_dir",
+            f"{folder} exists: this run would overwrite the checkpoints of another run",
+            hint="set resume=true to continue from this checkpoint, or choose another run_dir",
         )
     if folder is None and config.data.manifest is not None:
         make_loader(config, store, dp_rank=0, dp_size=topology_of(config).dp)
@@ -117,27 +127,27 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
         checkpoint.check_model(folder, record, model_config(config))
         if record["step"] > config.steps:
             raise CheckpointError(
-                f"{folder} has done {record['step']} steps and the run asks for {config.steps}",
-                hint=f"set steps to more than {record['step']} to go on",
+                f"{folder} is at step {record['step']}, but steps={config.steps}",
+                hint=f"set steps to more than {record['step']}",
             )
         make_loader(config, store, dp_rank=0, dp_size=topology_of(config).dp).load_state_dict(record["loader"])
     return store
 
 
 def prepare_corpus(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
-    """Tokenise once, so that ranks find the corpus ready, and check that the model knows its tokens."""
+    """Tokenise the corpus once for all ranks, and raise `SpecError` if its vocabulary exceeds the model's."""
     store = open_store(config.data, progress)
     model = model_config(config)
     if store.vocab_size > model.vocab_size:
         raise SpecError(
-            f"the tokenizer has {store.vocab_size} tokens and the model's vocab_size is {model.vocab_size}",
+            f"the tokenizer has {store.vocab_size} tokens, but model.vocab_size is {model.vocab_size}",
             hint=f"set model.vocab_size to at least {store.vocab_size}",
         )
     return store
 
 
 def run_and_leave(config: TrainConfig, quiet: bool) -> Summary | None:
-    """`run`, for a process that is made for it."""
+    """Call `run`, then leave the world. For a process that runs nothing else."""
     try:
         return run(config, quiet=quiet)
     finally:
@@ -145,7 +155,7 @@ def run_and_leave(config: TrainConfig, quiet: bool) -> Summary | None:
 
 
 def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
-    """This rank's part of a run. Collective over the world."""
+    """Run training on this rank. Returns the summary on rank 0, else None. Collective over the world."""
     meshes = join(config)
     rank = dist.get_rank()
     store = open_store(config.data)
@@ -162,7 +172,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
         done, tokens = saved.step, saved.tokens
         loader.load_state_dict(saved.loader)
     elif config.resume and rank == 0:
-        warnings.warn(f"there is no checkpoint in {config.run_dir}: the run starts at its first step", stacklevel=1)
+        warnings.warn(f"no checkpoint in {config.run_dir}: training starts at step 1", stacklevel=1)
     heldout: float | None = None
     meter = meter_of(config, meshes.data.device_type, dist.get_world_size())
     tokens_stepping, pairs_stepping, seconds_stepping = 0, 0, 0.0
@@ -213,20 +223,20 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
 
 
 def meter_of(config: TrainConfig, device_type: str, devices: int) -> Meter:
-    """For as many devices like this rank's. A CPU has no peak."""
+    """Make the meter of a run on `devices` devices of this rank's kind. MFU is None on CPU."""
     peak = peak_flops(torch.cuda.get_device_name(), config.dtype) if device_type == "cuda" else None
     return Meter(model_config(config), config.data.seq_len, devices, peak)
 
 
 def join(config: TrainConfig) -> Meshes:
-    """This rank's meshes, of the degrees that the configuration asks for."""
+    """Join the world and return this rank's meshes, with the degrees of the configuration. Collective."""
     parallel = config.parallel
     timeout = timedelta(seconds=parallel.timeout_seconds)
     return join_world(topology_of(config), timeout, parallel.threads, parallel.device)
 
 
 def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore) -> float:
-    """Mean loss over held-out rows. Collective."""
+    """Return the mean loss over held-out rows, in nats per token. Collective over the world."""
     dp = step.meshes.data["dp"]
     data = config.data
     rows = eval_batches(store, data.seq_len, dp.get_local_rank(), dp.size(), config.eval_rows, data.fit_options)
@@ -234,11 +244,11 @@ def evaluate(step: TrainStep, config: TrainConfig, store: TokenStore) -> float:
 
 
 def check_finite(result: StepResult, step: int, dtype: str, scale: float) -> None:
-    """End a run whose gradients are not finite. fp16 may skip steps while its loss scale finds its place."""
+    """Raise `DivergedError` after a skipped step. fp16 may skip steps while its loss scale is at least 1."""
     if result.skipped and (dtype != "fp16" or scale < 1):
         raise DivergedError(
             f"step {step}: loss {result.loss}, gradient norm {result.grad_norm}: the run has diverged",
-            hint="lower optim.lr, warm up for longer, or set optim.clip_norm; resume=true goes on from the newest checkpoint",
+            hint="lower optim.lr, raise optim.warmup_steps, or set optim.clip_norm; then resume=true from the newest checkpoint",
         )
 
 

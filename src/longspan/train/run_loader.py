@@ -1,13 +1,14 @@
-"""The rows a run reads: the same loader for training and for both sides of `verify`."""
+"""The data loader of a run, shared by training and both sides of `verify`."""
 
 from longspan.data import Loader, TokenStore, read_manifest
 from longspan.train.train_config import TrainConfig
 
 
 def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: int) -> Loader:
-    """Rows keyed by the data-parallel rank alone: all ranks of a CP group read the same.
+    """Make the loader of a data-parallel rank. All ranks of a CP, TP or PP group read the same rows.
 
-    The rows of a step do not depend on `dp_size` where the configuration says dp: one process can read those of all ranks.
+    With `parallel.dp` set, the rows of a step do not depend on `dp_size`, so that one process can read those of all
+    ranks.
     """
     return Loader(
         store,

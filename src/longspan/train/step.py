@@ -1,9 +1,9 @@
-"""One optimizer step on all axes: the part that `longspan verify` replays.
+"""One optimizer step under all parallel axes. `longspan verify` replays this step.
 
     rows of this dp rank -> shard -> model (attention runs the plan) -> sum of token losses -> backward -> AdamW
 
-Labels and positions come from the global row and are sharded like the ids. The gradient is that of the mean over all valid
-tokens of the global batch, whatever is sharded, summed or averaged on the way.
+Labels and positions are computed on the global row and sharded like the ids. The gradient is that of the mean loss over
+all valid tokens of the global batch, whether the wrapper sums or averages gradients.
 """
 
 import math
@@ -36,23 +36,23 @@ from longspan.train.train_config import TrainConfig
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. `loss` is the mean over the `targets` valid tokens of the global batch, the same on all ranks.
-
-    `balance_loss`: what the experts' balance loss adds to it, per token of the batch; None without one.
-    """
+    """Numbers of one optimizer step, equal on all ranks."""
 
     loss: float
+    """Mean loss over the `targets` valid tokens of the global batch, in nats per token."""
     grad_norm: float
+    """Global gradient norm before clipping."""
     learning_rate: float
     targets: int
     tokens: int
     skipped: bool
+    """Whether the optimizer step was skipped because the gradient norm is not finite."""
     balance_loss: float | None = None
+    """Balance loss of the experts, per token of the global batch. None for a model without a balance loss."""
 
 
 class TrainStep:
-    """This rank's stages of a model, their optimizers and the groups they train over. Made from parts; does nothing until
-    called."""
+    """This rank's model stages, their optimizers and process groups. Call to run a step."""
 
     def __init__(self, stages: Sequence[nn.Module], meshes: Meshes, config: TrainConfig) -> None:
         self.stages, self.meshes, self.config = list(stages), meshes, config
@@ -64,13 +64,16 @@ class TrainStep:
         self.scale = LossScale.of_dtype(config.dtype)
         self.pipeline = make_pipeline(self, config) if meshes.topology.pp > 1 else None
         self.own_targets = 0
-        """Of the targets of the latest step, those on this rank's shards."""
+        """Number of targets on this rank's shards in the latest step."""
         self._balance_scale = torch.zeros((), dtype=torch.float64, device=self.device)
         self._averaged = meshes.weights["shard"].size() if config.parallel.wrapper == "ddp" else 1
-        """Ranks whose gradients the wrapper averages; where it sums them, 1."""
+        """Number of ranks over which the wrapper averages gradients: 1 if the wrapper sums them."""
 
     def __call__(self, batches: Sequence[Batch], step: int) -> StepResult:
-        """Accumulate over this dp rank's micro-batches and update the weights. Collective over all ranks."""
+        """Accumulate gradients over this dp rank's micro-batches and update the weights. Collective over the world.
+
+        `step` counts from 0.
+        """
         self.own_targets = 0
         loss, targets, tokens, balance_loss = self.backward(batches)
         rate = learning_rate(self.config.optim, step, self.config.steps)
@@ -78,20 +81,23 @@ class TrainStep:
         return StepResult(loss, norm, rate, targets, tokens, not math.isfinite(norm), balance_loss)
 
     def update(self, rate: float) -> float:
-        """Clip the gradients of all ranks and step; their norm before clipping. Collective."""
+        """Clip the global gradient, step the optimizers, and return the norm before clipping. Collective."""
         named = [(stage, *pair) for stage in self.stages for pair in decoder_of(stage).named_parameters()]
         missed = [name for _, name, p in named if p.requires_grad and p.grad is None]
-        assert not missed, f"no gradient reached {missed}"
+        assert not missed, f"parameters without a gradient: {missed}"
         owned = [p for stage, name, p in named if is_owner(p, self.meshes) and not self._is_second(stage, name)]
         return update(self.optimizers, owned, self.scale, rate, self.config.optim.clip_norm, dist.group.WORLD)
 
     def backward(self, batches: Sequence[Batch]) -> tuple[float, int, int, float | None]:
-        """Fresh gradients of the global token mean (times the loss scale); that mean, its tokens, all tokens read, and what the
-        balance loss adds."""
+        """Compute the gradients of the global mean loss x the loss scale, in place of earlier gradients.
+
+        Returns (mean loss, targets, tokens, balance loss or None), all global. Raises `SpecError` for dropout with
+        batches without `numbers`. Collective over all ranks.
+        """
         if self.config.dropout and any(batch.numbers is None for batch in batches):
             raise SpecError(
-                f"dropout={self.config.dropout} and a batch whose tokens have no numbers",
-                hint="take batches from a Loader, or set Batch.numbers: each token's number in the run",
+                f"dropout={self.config.dropout} needs Batch.numbers, which a batch lacks",
+                hint="take batches from a Loader, or set Batch.numbers to each token's number in the run",
             )
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -114,7 +120,7 @@ class TrainStep:
         return self._mean(total, targets), targets, tokens, self._balance_loss(micros, tokens)
 
     def micro(self, batch: Batch) -> Micro:
-        """This rank's part of a global row; collective over the CP group."""
+        """Return this rank's part of a micro-batch. Collective over the CP group."""
         with self.cp.sequence(masks_of(batch, self.names), ids=batch.digest()) as sequence:
             micro = make_micro(
                 batch, sequence, self.meshes, self.config, self.model_config.experts, self._balance_scale
@@ -124,12 +130,12 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | None]) -> float:
-        """Token-weighted mean loss over the rows of all dp ranks; ranks without a row (None) take part with nothing."""
-        # A rank without a row of its own still gathers weights with the others: it runs one token, which has no target.
-        nothing = Batch.from_documents([[0]])
-        rows = [batch or nothing for batch in batches]
+        """Return the mean loss over the valid tokens of all dp ranks' rows; None is no row. Collective."""
+        # FSDP's all-gathers need every rank, so a rank without a row runs one token that has no target.
+        empty = Batch.from_documents([[0]])
+        rows = [batch or empty for batch in batches]
         if self.pipeline is not None:
-            rows += [nothing] * (-len(rows) % self.pipeline.num_micros)
+            rows += [empty] * (-len(rows) % self.pipeline.num_micros)
         (targets,) = self._sum_over_dp([sum(batch.num_targets for batch in rows)])
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._evaluating():
@@ -153,9 +159,9 @@ class TrainStep:
                 stage.train()
 
     def _mean(self, total: torch.Tensor, targets: int) -> float:
-        """The loss sums of all ranks over the global number of targets; 0 without any. Collective."""
+        """Sum of all ranks' losses / global number of targets; 0 if there are no targets. Collective."""
         if self.meshes.data["tp"].get_local_rank():
-            total = torch.zeros_like(total)  # the ranks of a TP group know the same sum
+            total = torch.zeros_like(total)  # every rank of a TP group holds the same sum
         dist.all_reduce(total)
         return float(total) / targets if targets else 0.0
 
@@ -165,15 +171,15 @@ class TrainStep:
             return None
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for micro in micros:
-            assert micro.routing is not None, "the model has experts"
+            assert micro.routing is not None, "a model with experts has a routing"
             total += sum(part.double() for part in micro.routing.sums.values())
         dist.all_reduce(total)
         return experts.balance * float(total) / tokens
 
     def _sum_over_dp(self, counts: Sequence[int]) -> list[int]:
-        """Every rank of a CP, TP or PP group knows the whole row, so only the dp ranks add up."""
+        """Sum counts over dp ranks. The ranks of a CP, TP or PP group hold equal counts, of the same global row."""
         group = self.meshes.data["dp"].get_group()
-        # Over the CPU's backend where the group has one: the host then does not wait for the device.
+        # Prefer the group's CPU backend, so that the host does not wait for the device.
         total = torch.tensor(counts, dtype=torch.int64, device=transport_of(group).carries(torch.device("cpu")))
         dist.all_reduce(total, group=group)
         return [int(count) for count in total.tolist()]
@@ -191,16 +197,16 @@ class TrainStep:
 
 
 def make_context(config: TrainConfig, model: ModelConfig, meshes: Meshes) -> ContextParallel:
-    """Context parallelism of a run, over the heads and slots that its other axes leave."""
+    """Make the context parallelism of a run from its configuration, model and meshes."""
     planner = planner_of(config, model, meshes.topology)
     return ContextParallel.by(meshes.data["cp"], planner, config.parallel.kernel)
 
 
 def make_pipeline(step: TrainStep, config: TrainConfig) -> Pipeline:
-    """The stages of a step as a pipeline, for the slots of the longest row."""
+    """Make the pipeline of a step's stages, with the fixed number of slots of the longest row."""
     parallel = config.parallel
     slots = pad_to_multiple_of(config)
-    assert slots is not None, "a pipeline has fixed slots"
+    assert slots is not None, "a pipeline has a fixed number of slots"
     ids = torch.empty(1, slots, dtype=torch.int64, device="meta")
     rows = slots // parallel.tp if parallel.sp else slots
     hidden_size, dtype = step.model_config.hidden_size, TORCH_DTYPES[config.dtype]
@@ -209,7 +215,7 @@ def make_pipeline(step: TrainStep, config: TrainConfig) -> Pipeline:
 
 
 def check_plan(config: TrainConfig, model: ModelConfig) -> None:
-    """Raise `SpecError` for what no rank could carry out, before a process is started."""
+    """Raise `SpecError` if model, degrees, route and schedule do not fit together. Needs no process group."""
     parallel, topology = config.parallel, topology_of(config)
     check_model(
         topology, shape_of(model), route=parallel.route, inner=parallel.inner, sp=parallel.sp,

@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen record from a TOML file and `--set` overrides, checked when it is made."""
+"""The configuration of a run: a frozen record, read from a TOML file and `--set` overrides and validated when made."""
 
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -27,56 +27,71 @@ class _Record(BaseModel):
 
 
 class ParallelConfig(_Record):
-    """How the ranks share the work. World = dp x tp x pp x cp; experts are on ep of the dp x tp x cp ranks of a stage."""
+    """Parallel degrees and how the ranks communicate. World size = dp x tp x pp x cp.
+
+    Experts are sharded over ep of the dp x tp x cp ranks of a pipeline stage.
+    """
 
     cp: Positive = 1
-    """Ranks that share one sequence."""
+    """Context-parallel degree: number of ranks that share one sequence. Default: 1."""
     dp: Positive | None = None
-    """Groups of ranks that read different rows; None: what the world leaves under torchrun, else 1."""
+    """Data-parallel degree: number of groups of ranks that read different rows.
+    Default: world size / (tp x pp x cp) under torchrun, else 1."""
     tp: Positive = 1
-    """Ranks that share heads, MLP features and vocabulary."""
+    """Tensor-parallel degree: number of ranks that share heads, MLP features and vocabulary. Default: 1."""
     sp: bool = True
-    """Megatron's sequence parallelism: norms, residuals and dropout work on 1/tp of a rank's tokens. Means nothing to tp=1."""
+    """Use Megatron's sequence parallelism: norms, residuals and dropout run on 1/tp of a rank's tokens. No effect at
+    tp=1. Default: true."""
     pp: Positive = 1
-    """Ranks that share the layers, as stages of a pipeline. `gradient_accumulation_steps` micro-batches run through
-    it in each step."""
+    """Pipeline-parallel degree. A step runs `gradient_accumulation_steps` micro-batches through the pipeline.
+    Default: 1."""
     schedule: Literal["1f1b", "interleaved", "zero-bubble"] = "1f1b"
-    """In what order the stages of a pipeline work."""
+    """Pipeline schedule. Default: "1f1b"."""
     stages_per_rank: Positive | None = None
-    """Stages of each rank; None: 1, or 2 for schedule "interleaved"."""
+    """Number of pipeline stages on each rank. Default: 2 for schedule "interleaved", else 1."""
     ep: Positive = 1
-    """Ranks that share the experts of a layer."""
+    """Expert-parallel degree: number of ranks that share the experts of a layer. Default: 1."""
     dp_replicate: Positive = 1
-    """HSDP: copies of the sharded weights, over dp; 1: weights are sharded over all of dp x cp."""
+    """HSDP: number of replicas of the sharded weights, a divisor of dp.
+    Default: 1, weights are sharded over all of dp x cp."""
     order: str = "tp-cp-ep-dp-pp"
-    """The axes, neighbouring ranks first."""
+    """Order of the axes in the world, fastest-varying (neighbouring ranks) first. Default: "tp-cp-ep-dp-pp"."""
     ranks_per_node: Positive | None = None
-    """Ranks that a fast link joins, which a TP group may not leave; None: those that torchrun has on a machine."""
+    """Number of consecutive ranks joined by a fast link, such as NVLink. A TP group must lie within them.
+    Default: LOCAL_WORLD_SIZE."""
     layout: LayoutName = "zigzag"
+    """Which rank holds which tokens: "contiguous", "zigzag", "striped" or "balanced". Default: "zigzag"."""
     route: RouteName = "ring"
-    """How keys and values reach the queries; "auto" chooses. `docs/concepts/routes.md` lists the names."""
+    """How keys and values reach the queries: see `docs/concepts/routes.md`. "auto" takes the fastest by estimate.
+    Default: "ring"."""
     inner: Positive | None = None
-    """Inner degree of a route with two levels; None: chosen."""
+    """Inner degree of a route of two levels, such as "usp". Default: as many ranks as the KV heads and a node allow."""
     heads_per_stage: Positive | None = None
-    """Query heads that route "upipe" works on at a time; None: the least that fits."""
+    """Number of query heads that route "upipe" attends at a time. Default: the fewest that fit."""
     comm_dtype: CommDtype | None = None
-    """Keys and values are rounded to this type on their way to other ranks; None: they travel as they are."""
+    """Communication dtype, "bf16" or "fp8": keys and values are rounded to it before they are sent.
+    Default: `dtype`."""
     costs: Path | None = None
-    """What `longspan bench calibrate` measured on this cluster: for route "auto", and for layout "balanced", which then keeps
-    documents whole that are too short for a cut to pay."""
+    """File written by `longspan bench calibrate` on this cluster. Route "auto" estimates times by it; layout "balanced"
+    leaves a document whole if splitting it would cost more than it saves.
+    Default: typical costs, and every document may be split."""
     kernel: KernelName = AUTO
+    """Attention kernel. Default: "auto", the fastest that supports the device, the dtype and the tile."""
     pad_to_multiple_of: Positive | None = None
-    """Pad each rank's local length with dead slots to a multiple; None: exact lengths."""
+    """Pad each rank's local sequence length, in tokens, to a multiple with padding slots.
+    Default: no padding beyond what tp and pp need."""
     wrapper: Literal["fsdp", "ddp"] = "fsdp"
-    """FSDP2 shards parameters, gradients and moments over dp x cp; DDP keeps them whole (fp32 and fp64, tp, pp, ep of 1)."""
+    """"fsdp": shard parameters, gradients and moments over dp x cp (FSDP2). "ddp": replicate them; for fp32 and fp64,
+    with tp, pp, ep and dp_replicate of 1. Default: "fsdp"."""
     defer_reduction: bool = True
-    """Sum gradients over ranks once a step, behind its last micro-batch; false: behind each, and keep shards alone."""
+    """true: reduce gradients over ranks once a step, after the last micro-batch. false: after every micro-batch, so
+    that a rank keeps only its shard of the gradients. Default: true."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute; "auto" takes CUDA if it is available. On CUDA each rank of a machine needs a device of its own."""
+    """Device of the run. On CUDA every rank of a machine needs its own device. Default: "auto", CUDA if available."""
     threads: Positive | None = None
-    """CPU threads of a rank; None: the cores over the ranks of this machine."""
+    """CPU threads of each rank. Default: cores / ranks on this machine."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 600.0
-    """After this long without an answer from a peer, a rank gives up: in every group, whatever travels in it."""
+    """Timeout of every collective and message of every group, in seconds. Default: 600."""
 
     @property
     def is_staged(self) -> bool:
@@ -85,61 +100,73 @@ class ParallelConfig(_Record):
 
 
 class OptimConfig(_Record):
-    """AdamW with linear warm-up and a cosine down to `min_lr_ratio * lr`; the norm of all gradients is clipped."""
+    """AdamW; linear warm-up, then cosine decay to `min_lr_ratio * lr`; clipping of the global gradient norm."""
 
     lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Peak learning rate. Default: 3e-4."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     eps: Annotated[float, Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """On matrices; norms are left alone."""
+    """Weight decay of matrices; norm weights have none. Default: 0.1."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Length of the linear warm-up, in optimizer steps. Default: 0."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Final learning rate / `lr`. Default: 0.1."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Upper bound of the global gradient norm; None: no clipping. Default: 1.0."""
 
 
 class TrainConfig(_Record):
-    """Everything that decides a run. Sizes in tokens and steps; `longspan train --help` shows how to set them."""
+    """The configuration of a run. `longspan train --help` shows how to set a value."""
 
     data: DataConfig
     model: ModelConfig | None = None
-    """The decoder to make; exactly one of `model` and `init_from`."""
+    """The decoder, with random initial weights. Exactly one of `model` and `init_from` is required."""
     init_from: Path | None = None
-    """A Hugging Face Llama folder whose weights to start from."""
+    """Hugging Face Llama folder with the initial weights."""
     parallel: ParallelConfig = ParallelConfig()
     optim: OptimConfig = OptimConfig()
     run_dir: Path = Path("runs/default")
-    """Metrics, TensorBoard events and checkpoints go here."""
+    """Folder for metrics, TensorBoard events and checkpoints. Default: "runs/default"."""
     steps: Positive = 100
+    """Number of optimizer steps. Default: 100."""
     micro_batch_size: Positive = 1
-    """Rows of `data.seq_len` on the token axis of one micro-batch."""
+    """Rows of `data.seq_len` tokens in a micro-batch, concatenated on one token axis. Default: 1."""
     gradient_accumulation_steps: Positive = 1
-    """Micro-batches of an optimizer step. Global batch = micro_batch_size x dp x gradient_accumulation_steps rows."""
+    """Micro-batches per optimizer step. Global batch = micro_batch_size x dp x gradient_accumulation_steps rows.
+    Default: 1."""
     dropout: Fraction = 0.0
-    """Of what attention and MLP add to a token. Which elements it meets follows from the token, so losses stay the same at
-    every degree."""
+    """Dropout probability on the outputs of attention and MLP. The dropped elements depend only on the seed and the
+    token, so losses are the same at every degree. Default: 0."""
     dtype: Dtype = "fp32"
-    """Of activations and of the weights in use; bf16 and fp16 keep fp32 weights, gradients and moments beside them."""
+    """Dtype of activations and compute weights. bf16 and fp16 keep fp32 master weights, gradients and moments.
+    Default: "fp32"."""
     recompute: Literal["none", "block", "full"] = "none"
-    """"block": keep each block's input and attention output, compute the rest again in backward (repeats no hop). "full":
-    keep the input alone, and attend again."""
+    """Activation checkpointing. "block": keep each block's input and attention output and recompute the rest in
+    backward, without repeating communication. "full": keep only the input, and repeat attention too.
+    Default: "none"."""
     compile: bool = False
-    """Compile each block, in one graph. New local lengths compile anew: parallel.pad_to_multiple_of keeps them few."""
+    """torch.compile every block as one graph. Every new local sequence length recompiles; set
+    parallel.pad_to_multiple_of to reduce the number of lengths. Default: false."""
     eval_every: Positive | None = None
-    """Steps between evaluations on held-out rows; there is one at the end too. None: never."""
+    """Optimizer steps between evaluations on held-out rows; one also follows the last step.
+    Default: no evaluation."""
     eval_rows: Positive | None = 8
-    """Held-out rows of an evaluation; None: all."""
+    """Held-out rows per evaluation; None: all. Default: 8."""
     checkpoint_every: Positive | None = None
-    """Steps between checkpoints; there is one at the end too. None: never."""
+    """Optimizer steps between checkpoints; one also follows the last step. Default: no checkpoint."""
     imbalance_limit: Annotated[float, Field(gt=1)] | None = 1.25
-    """Warn when in each of ten steps a rank had over so many times the mean pairs, or time in attention; None: never."""
+    """Warn if largest / mean over ranks of visible pairs, or of time in attention, exceeds this ratio for ten
+    consecutive steps; None: never. Default: 1.25."""
     preflight: bool = False
-    """Before the first step, run one at the longest row the data can give, tell every rank's peak memory, and undo it."""
+    """Before training, run one step on the longest row the data can give, report every rank's peak memory, and undo the
+    step. Default: false."""
     resume: bool = False
-    """Go on from the newest checkpoint in `run_dir`."""
+    """Resume from the newest checkpoint in `run_dir`. Default: false."""
     export: bool = False
-    """At the end, write the weights as a Hugging Face folder into `run_dir/model`."""
+    """After the last step, write the weights as a Hugging Face folder to `run_dir/model`. Default: false."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of the initial weights and of dropout."""
+    """Seed of the initial weights and of dropout. Default: 0."""
 
     _needs_model: ClassVar[bool] = True
 
@@ -160,94 +187,93 @@ class TrainConfig(_Record):
         if self.parallel.wrapper == "ddp" and (above := {name: size for name, size in sharded.items() if size > 1}):
             given = ", ".join(f"{name}={size}" for name, size in above.items())
             raise SpecError(
-                f'parallel.wrapper="ddp" with {given}: DDP knows dp x cp alone',
+                f'parallel.wrapper="ddp" with {given}: DDP supports only dp and cp',
                 hint='use parallel.wrapper="fsdp"',
             )
         if self.parallel.pp > 1 and not self.parallel.defer_reduction:
             raise SpecError(
-                f"defer_reduction=false with pp={self.parallel.pp}: a pipeline reduces once, behind its last micro-batch",
-                hint="leave defer_reduction at true",
+                f"parallel.defer_reduction=false with parallel.pp={self.parallel.pp}: a pipeline reduces gradients once a step",
+                hint="set parallel.defer_reduction=true",
             )
         staged = self.parallel.is_staged
         if staged and self.parallel.tp > 1:
             raise SpecError(
-                f'route "{self.parallel.route}" with tp={self.parallel.tp}: it holds the projections of a layer whole',
-                hint='set tp=1, or route "ulysses"',
+                f'route "{self.parallel.route}" with parallel.tp={self.parallel.tp}: this route needs unsharded projections',
+                hint='set parallel.tp=1, or parallel.route="ulysses"',
             )
         if self.compile and (self.parallel.tp > 1 or self.parallel.pp > 1):
             raise SpecError(
-                f"compile=true with tp={self.parallel.tp}, pp={self.parallel.pp} is not supported",
-                hint="set compile=false, or tp=1 and pp=1",
+                f"compile=true with parallel.tp={self.parallel.tp}, parallel.pp={self.parallel.pp} is not supported",
+                hint="set compile=false, or parallel.tp=1 and parallel.pp=1",
             )
         if self.compile and self.model is not None and self.model.experts is not None:
             raise SpecError(
-                "compile=true with experts: how many rows each gets is known on the host alone",
+                "compile=true with experts is not supported: the number of rows of each expert is read on the host",
                 hint="set compile=false",
             )
         if self.parallel.schedule == "zero-bubble" and self.recompute != "none":
             raise SpecError(
-                f'recompute="{self.recompute}" with schedule "zero-bubble", which runs backward in two parts: each would compute '
-                "the block again",
-                hint='set recompute="none", or schedule "1f1b" or "interleaved"',
+                f'recompute="{self.recompute}" with schedule "zero-bubble": backward has two parts, and each would recompute '
+                "the block",
+                hint='set recompute="none", or parallel.schedule to "1f1b" or "interleaved"',
             )
         if self.parallel.heads_per_stage is not None and not staged:
             raise SpecError(
-                f"parallel.heads_per_stage={self.parallel.heads_per_stage} means nothing to route {self.parallel.route!r}",
-                hint=f'leave it out, or set parallel.route="{next(name for name, route in ROUTES.items() if route.staged)}"',
+                f"parallel.heads_per_stage={self.parallel.heads_per_stage} has no effect on route {self.parallel.route!r}",
+                hint=f'remove it, or set parallel.route="{next(name for name, route in ROUTES.items() if route.staged)}"',
             )
         if self.parallel.costs is not None and self.parallel.route != AUTO and self.parallel.layout != BALANCED:
             raise SpecError(
-                f"parallel.costs={self.parallel.costs} means nothing to route {self.parallel.route!r}, which is chosen, and "
+                f"parallel.costs={self.parallel.costs} has no effect on route {self.parallel.route!r} and "
                 f"layout {self.parallel.layout!r}",
-                hint='leave it out, or set parallel.route="auto" or parallel.layout="balanced"',
+                hint='remove it, or set parallel.route="auto" or parallel.layout="balanced"',
             )
         if staged and self.recompute != "none":
             raise SpecError(
-                f'recompute="{self.recompute}" with route "{self.parallel.route}", '
-                "which computes attention again in backward by itself",
+                f'recompute="{self.recompute}" with route "{self.parallel.route}": this route already recomputes attention',
                 hint='set recompute="none", or another route',
             )
         if staged and self.compile:
             raise SpecError(
-                f'compile=true with route "{self.parallel.route}", which is no operator that compiled code could call',
+                f'compile=true with route "{self.parallel.route}": this route is not a registered operator',
                 hint="set compile=false, or another route",
             )
         if self.optim.warmup_steps > self.steps:
             raise SpecError(
                 f"optim.warmup_steps {self.optim.warmup_steps} is more than steps {self.steps}",
-                hint="lower the one or raise the other",
+                hint="lower optim.warmup_steps or raise steps",
             )
         return self
 
 
 class PackConfig(TrainConfig):
-    """The same file for `longspan pack`, which needs no model: `model` and `init_from` may both be missing."""
+    """`TrainConfig` for `longspan pack`, where both `model` and `init_from` may be missing."""
 
     _needs_model: ClassVar[bool] = False
 
 
 def model_config(config: TrainConfig) -> ModelConfig:
-    """The decoder's configuration, from [model] or from the folder `init_from`."""
+    """Return the decoder's configuration, from [model] or the folder `init_from`."""
     if config.model is not None:
         return config.model
-    assert config.init_from is not None, "the configuration checks that one of the two is given"
+    assert config.init_from is not None, "TrainConfig requires model or init_from"
     from longspan.model import read_config  # loads torch, which a configuration with [model] does not need
 
     return read_config(config.init_from)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """The run that a TOML file with overrides describes: see `read_values`.
+    """Return the configuration in a TOML file with overrides applied: see `read_values`.
 
-    Raises `SpecError` (file, override) or `pydantic.ValidationError` (values).
+    Raises `SpecError` for the file or an override, `pydantic.ValidationError` for a value.
     """
     return TrainConfig.model_validate(read_values(path, overrides))
 
 
 def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Read a TOML file and apply overrides such as `parallel.cp=2`, whose values are TOML (bare words are strings).
+    """Read a TOML file and apply overrides such as `parallel.cp=2`. An override's value is TOML, or a bare string.
 
-    Raises `SpecError`: a file or an override that cannot be read.
+    Raises `SpecError` if the file or an override cannot be parsed, or a key has its old name.
     """
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -260,14 +286,12 @@ def read_values(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     for override in overrides:
         _apply(values, override)
     if old := list(_old_keys(values)):
-        raise SpecError(
-            f"{path}: {', '.join(f'{place} is now {new}' for place, new in old)}", hint="give these keys the new names"
-        )
+        raise SpecError(f"{path}: {', '.join(f'{place} is now {new}' for place, new in old)}", hint="rename these keys")
     return values
 
 
 def _old_keys(values: dict[str, Any], section: str = "") -> Iterator[tuple[str, str]]:
-    """Keys that had another name before, each with its section, and the new name."""
+    """Yield (old key, new key) of every renamed key in `values`, both with their section."""
     for key, value in values.items():
         if key in RENAMED:
             yield section + key, section + RENAMED[key]
@@ -279,12 +303,15 @@ def _apply(values: dict[str, Any], override: str) -> None:
     name, equals, text = override.partition("=")
     *sections, key = name.strip().split(".")
     if not equals or not key:
-        raise SpecError(f"--set {override!r} is not of the form section.key=value", hint="such as --set parallel.cp=2")
+        raise SpecError(
+            f"--set {override!r} is not of the form section.key=value", hint="write it as --set parallel.cp=2"
+        )
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise SpecError(
-                f"--set {override!r}: {section} is a value, not a section", hint=f"set it whole: --set {section}=value"
+                f"--set {override!r}: {section} is a value, not a section",
+                hint=f"set the value itself: --set {section}=value",
             )
     try:
         values[key] = tomllib.loads(f"value = {text}")["value"]

@@ -1,52 +1,58 @@
-"""What every rank did in a step, and how even that was.
+"""Work of every rank in a step, and its imbalance.
 
-rank 0   |=== worked ===|-- waiting --|       imbalance: the most over the mean, of pairs and of the time worked
-rank 1   |======== worked ========|---|       slowest rank: 1, for which the others waited
+rank 0   |=== worked ===|-- waiting --|       imbalance: largest / mean of the ranks, of pairs and of time worked
+rank 1   |======== worked ========|---|       slowest rank: 1, for which the others wait
 """
 
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from longspan.comm.traffic import Call
-from longspan.train.train_config import LayoutName, TrainConfig
+from longspan.names import LAYOUTS
+from longspan.train.train_config import TrainConfig
 
 STAY = 10
-"""Steps in a row that have to be uneven before it is told."""
-_WORTH_TELLING = 0.05
-"""Seconds in attention of the slowest rank: below them, evening out gains nothing, and the clock is mostly noise."""
+"""Number of consecutive uneven steps before a warning."""
+_WORTH_WARNING = 0.05
+"""Seconds in attention of the slowest rank below which a step is never uneven: timing noise would dominate."""
 _EVEN_LAYOUTS = ("balanced", "zigzag")
 
 
 @dataclass(frozen=True)
 class RankUsage:
-    """One rank's share of a step, backward included. `targets` are the valid tokens of its shards. What follows is attention's:
-    `pairs` and `blocks` (of 128 x 128) per batch row and as on all heads, rows of keys and values, bytes, seconds."""
+    """One rank's work in a step, forward and backward."""
 
     rank: int
     targets: int
+    """Valid tokens on the rank's shards."""
     pairs: float
+    """Visible (query, key) pairs in attention per batch row, counted as if on all heads."""
     blocks: float
+    """As `pairs`, in blocks of 128 x 128."""
     rows_received: int
+    """KV rows received in attention."""
     bytes_sent: int
+    """Bytes sent in attention."""
     bytes_received: int
     attention_seconds: float
     waiting_seconds: float
+    """Part of `attention_seconds` spent waiting for other ranks."""
     peak_memory_bytes: int
     stage: int = 0
-    """Of the pipeline. Stages have other layers, so ranks are compared within theirs."""
+    """Pipeline rank. Imbalance compares ranks within a stage, because stages have different layers."""
     dp: int = 0
-    """Index on the axis dp: ranks of one index share their rows."""
+    """Data-parallel rank. Ranks with equal `dp` share their rows."""
     row_pairs: int = 0
-    """Visible pairs of those rows in all layers of the model, each once: see `visible_pairs`."""
+    """Visible pairs of the rank's global rows in all layers: see `visible_pairs`."""
 
     @property
     def worked_seconds(self) -> float:
-        """In attention, without the time spent waiting for other ranks."""
+        """Seconds in attention, without waiting for other ranks."""
         return self.attention_seconds - self.waiting_seconds
 
 
@@ -60,7 +66,7 @@ def measure(
     *,
     device: torch.device,
 ) -> RankUsage:
-    """Sum the attention calls of a step. Peak memory is the process's resident set, or on CUDA the allocator's peak."""
+    """Sum the attention calls of a step. Peak memory: allocator's peak on CUDA, resident set of the process on CPU."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
     else:
@@ -83,25 +89,27 @@ def measure(
 
 
 def gather_usage(usage: RankUsage) -> list[RankUsage]:
-    """Every rank's usage, on every rank. Collective over the world."""
+    """Gather the usage of every rank on every rank. Collective over the world."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, usage)
     return everyone
 
 
 def pairs_of_step(ranks: Sequence[RankUsage]) -> int:
-    """Visible pairs of the global batch in all layers: the rows of each dp index once."""
+    """Visible pairs of the global batch in all layers, each dp rank's rows counted once."""
     return sum({usage.dp: usage.row_pairs for usage in ranks}.values())
 
 
 @dataclass(frozen=True)
 class Balance:
-    """How even a step was: greatest over mean of all ranks of a pipeline's stage, 1.0 is even; of several stages the least even.
-    Time is that worked in attention."""
+    """Imbalance of a step: largest / mean over the ranks of a pipeline stage; the maximum over stages. 1.0 is even."""
 
     slowest_rank: int
+    """Rank with the most time worked in attention."""
     pairs_imbalance: float
+    """Imbalance of visible pairs."""
     time_imbalance: float
+    """Imbalance of time worked in attention."""
 
     @classmethod
     def of(cls, ranks: Sequence[RankUsage]) -> "Balance":
@@ -116,10 +124,10 @@ class Balance:
 
 @dataclass
 class BalanceWatch:
-    """Says so when the imbalance has been over `limit` (None: never) for `STAY` steps in a row: once, until a step was even.
+    """Warns once when the imbalance exceeds `limit` for `STAY` consecutive steps. An even step resets the watch.
 
-    Uneven pairs make uneven times, so time counts where pairs are even: then it is a rank that is slow. `layouts` are those
-    that would share out pairs more evenly than the one in use.
+    `limit` None disables the warning. Uneven pairs cause uneven times, so uneven time is reported only for even pairs.
+    `layouts` are more even layouts than the one in use.
     """
 
     limit: float | None
@@ -129,17 +137,17 @@ class BalanceWatch:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "BalanceWatch":
-        known = get_args(LayoutName) if config.parallel.cp > 1 else ()
+        known = LAYOUTS if config.parallel.cp > 1 else ()
         others = tuple(name for name in _EVEN_LAYOUTS if name in known and name != config.parallel.layout)
         return cls(config.imbalance_limit, others)
 
     def step(self, ranks: Sequence[RankUsage]) -> str | None:
-        """Take note of a step; what there is to warn of, if anything."""
+        """Record a step. Returns a warning, or None."""
         if self.limit is None:
             return None
         balance = Balance.of(ranks)
         heaviest = max(ranks, key=lambda usage: usage.pairs).rank
-        matters = max(usage.worked_seconds for usage in ranks) >= _WORTH_TELLING
+        matters = max(usage.worked_seconds for usage in ranks) >= _WORTH_WARNING
         uneven_pairs = matters and balance.pairs_imbalance > self.limit
         uneven_time = matters and not uneven_pairs and balance.time_imbalance > self.limit
         _note(self._pairs, uneven_pairs, (heaviest, balance.pairs_imbalance))
@@ -147,27 +155,27 @@ class BalanceWatch:
         if uneven_pairs and len(self._pairs) == STAY:
             layouts = " or ".join(f'"{name}"' for name in self.layouts)
             way_out = f"set parallel.layout={layouts}, or " if layouts else ""
-            return self._told("pairs", self._pairs, f"{way_out}pack documents so that rows have about as many pairs")
+            return self._warning("pairs", self._pairs, f"{way_out}pack rows with similar numbers of visible pairs")
         if uneven_time and len(self._time) == STAY:
-            return self._told(
-                "time in attention", self._time, "pairs are even: look at that rank's device and its load"
+            return self._warning(
+                "time in attention", self._time, "pairs are even: check the device and load of that rank"
             )
         return None
 
-    def _told(self, what: str, stay: Sequence[tuple[int, float]], hint: str) -> str:
+    def _warning(self, what: str, stay: Sequence[tuple[int, float]], hint: str) -> str:
         ranks = [rank for rank, _ in stay]
         most = max(ranks, key=ranks.count)
         mean = sum(imbalance for _, imbalance in stay) / len(stay)
         return (
-            f"{STAY} steps in a row a rank had more than {self.limit} times the mean {what}: {mean:.2f} times on average, "
-            f"most often rank {most}\nhint: {hint}; imbalance_limit sets the limit"
+            f"for {STAY} consecutive steps a rank exceeded {self.limit} x the mean {what}: {mean:.2f} x on average, "
+            f"most often rank {most}\nhint: {hint}; or raise imbalance_limit"
         )
 
 
 def _note(stay: list[tuple[int, float]], uneven: bool, step: tuple[int, float]) -> None:
     if not uneven:
         stay.clear()
-    elif len(stay) <= STAY:  # one more than is told of: by its length a stay that goes on is told once
+    elif len(stay) <= STAY:  # one more than STAY: `step` warns only at a length of exactly STAY
         stay.append(step)
 
 

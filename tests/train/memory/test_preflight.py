@@ -189,7 +189,7 @@ def refused(group: Any, rank: int, config: TrainConfig, error: Exception) -> str
     return "nothing"
 
 
-LAST = "parallel.cp higher; or dtype to bf16; or data.seq_len lower; longspan train --dry-run shows what a rank holds"
+LAST = "parallel.cp higher; or dtype to bf16; or data.seq_len lower; longspan train --dry-run shows the expected memory"
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ LAST = "parallel.cp higher; or dtype to bf16; or data.seq_len lower; longspan tr
 def test_out_of_memory_is_named_with_the_ways_out(error: Exception, reason: str) -> None:
     (told,) = run_ranks(1, refused, make_config(dtype="fp32"), error)
     assert told == (
-        f"SpecError: preflight: rank 0 has no memory for a step at the longest row, 48 of its 48 tokens here: {reason}\n\n"
+        f"SpecError: preflight: rank 0 ran out of memory in a step with 48 of the 48 tokens of the longest row: {reason}\n\n"
         f'hint: set recompute to "block" or "full"; or {LAST}'
     )
 
@@ -215,7 +215,7 @@ def test_ways_out_that_are_taken_are_not_named() -> None:
     config = make_config(dtype="bf16", recompute="full", micro_batch_size=2)
     (told,) = run_ranks(1, refused, config, MemoryError())
     assert told.endswith(
-        "hint: set parallel.cp higher; or micro_batch_size lower; longspan train --dry-run shows what a rank holds"
+        "hint: set parallel.cp higher; or micro_batch_size lower; longspan train --dry-run shows the expected memory"
     )
 
 
@@ -234,7 +234,9 @@ def run_without_memory(config: TrainConfig) -> None:
 
 def test_a_rank_that_fails_takes_the_run_down(folder: Path) -> None:
     config = make_config(folder, run_dir=str(folder / "down"), preflight=True, parallel__cp=2, parallel__threads=1)
-    with pytest.raises(CommError, match=r"rank 1 of 2 failed: .*preflight: rank 1 has no memory for a step") as error:
+    with pytest.raises(
+        CommError, match=r"rank 1 of 2 failed: .*preflight: rank 1 ran out of memory in a step"
+    ) as error:
         launch(run_without_memory, (config,), 2)
     assert 'set recompute to "block" or "full"' in str(error.value)
     assert not (config.run_dir / "metrics.jsonl").exists()

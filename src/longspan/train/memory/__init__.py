@@ -1,1 +1,1 @@
-"""Memory of a run: the table printed at the start, and the preflight step that measures the peak of every rank."""
+"""Memory of a run: the start table, and the preflight step that measures every rank's peak."""

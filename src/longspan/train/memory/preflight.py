@@ -1,6 +1,6 @@
-"""One full step at the longest row of the data before training starts: whether it fits, and what every rank needs for it.
+"""Preflight: one full step on the longest row before training, to measure every rank's peak memory.
 
-weights first drawn -> forward, backward, AdamW with rate 0 -> peak memory of all ranks -> gradients and moments dropped
+initial weights -> forward, backward, AdamW at learning rate 0 -> peak memory of all ranks -> drop gradients and moments
 """
 
 import os
@@ -28,32 +28,35 @@ from longspan.train.train_config import TrainConfig
 from longspan.train.usage import measure
 
 _SHOWN = 16
-"""Of more ranks, the table has the one with the highest peak in each place of the pipeline; the file has all."""
+"""Maximum number of ranks in the table. A larger world shows the highest peak of each pipeline rank."""
 
 
 @dataclass(frozen=True)
 class RankPeak:
-    """Bytes of a rank before the step, its weights among them, and at the highest; on CPU of the process, on CUDA of the
-    allocator. `expected`: what the step adds by `budget_of`."""
+    """Measured memory of a rank, in bytes: of the allocator on CUDA, of the process on CPU."""
 
     rank: int
     pp_rank: int
     before: int
+    """Bytes before the step, weights included."""
     peak: int
+    """Bytes at the peak of the step."""
     expected: int
+    """Bytes that the step adds according to `budget_of`."""
     seconds: float
 
     @property
     def added(self) -> int:
+        """Bytes that the step added."""
         return self.peak - self.before
 
 
 def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
-    """Run one step at the longest row; every rank's peak, on every rank. Collective over the world.
+    """Run one step on the longest row and return every rank's peak on every rank. Collective over the world.
 
-    Call it before a checkpoint is loaded: `step` is then as it was, bit for bit. Nothing is read from a loader, and the
-    optimizer makes its moments from gradients of 0 at rate 0, so that they take their memory and weights stay.
-    Raises `SpecError` on a rank whose memory does not suffice.
+    Call before loading a checkpoint: weights are unchanged bit for bit, but optimizer state is dropped. The optimizer
+    steps with gradients 0 at learning rate 0, to allocate its moments. Raises `SpecError` on a rank that runs out of
+    memory.
     """
     rank, before, scale = dist.get_rank(), _held(step.device), replace(step.scale)
     place: StageBudget = budget.stages[budget.topology.coordinates(rank)["pp"]]
@@ -74,7 +77,8 @@ def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
         for settings in optimizer.param_groups:
             settings["lr"] = step.config.optim.lr
     step.scale, step.own_targets = scale, 0
-    peak = max(before, measure(rank, 0, (), device=step.device).peak_memory_bytes)  # Linux counts both to some 100 KiB
+    # Linux updates both counters in batches of some 100 KiB, so the peak may be below `before`.
+    peak = max(before, measure(rank, 0, (), device=step.device).peak_memory_bytes)
     own = RankPeak(rank, place.pp_rank, before, peak, place.total - place.parameters, seconds)
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own)
@@ -82,7 +86,7 @@ def preflight(step: TrainStep, budget: Budget) -> list[RankPeak]:
 
 
 def longest_batch(config: TrainConfig, vocab_size: int) -> Batch:
-    """The micro-batch of `RunShape.longest`. Ids differ from token to token, so that a router spreads them over the experts."""
+    """Return the micro-batch of `RunShape.longest`, with varied ids, so that a router spreads tokens over experts."""
     lengths = (config.data.seq_len,) * config.micro_batch_size
     ids = np.arange(sum(lengths), dtype=np.int64)
     documents = np.split(ids % vocab_size, np.cumsum(lengths)[:-1])
@@ -90,7 +94,7 @@ def longest_batch(config: TrainConfig, vocab_size: int) -> Batch:
 
 
 def tell(peaks: Sequence[RankPeak], budget: Budget, run_dir: Path, *, quiet: bool) -> None:
-    """Write `run_dir/preflight.json`, and unless `quiet` a table on stderr."""
+    """Write `run_dir/preflight.json` and, unless `quiet`, print a table on stderr."""
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "preflight.json").write_text(json_line([asdict(peak) for peak in peaks]) + "\n")
     if not quiet:
@@ -122,7 +126,7 @@ def _table(peaks: Sequence[RankPeak]) -> Table:
 
 
 def _held(device: torch.device) -> int:
-    """Bytes now: of the allocator on CUDA, else of the process that are in memory."""
+    """Return the bytes in use: of the allocator on CUDA, of the resident set on CPU."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated()
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -130,7 +134,7 @@ def _held(device: torch.device) -> int:
 
 @contextmanager
 def _named(config: TrainConfig, rank: int, budget: Budget) -> Iterator[None]:
-    """Say what ran out of memory, and the ways out that this run has left."""
+    """Convert an out-of-memory error to a `SpecError` that names the rank and the settings that lower its memory."""
     try:
         yield
     except (MemoryError, torch.OutOfMemoryError, RuntimeError) as error:
@@ -138,8 +142,8 @@ def _named(config: TrainConfig, rank: int, budget: Budget) -> Iterator[None]:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise SpecError(
-            f"preflight: rank {rank} has no memory for a step at the longest row, {budget.slots:,} of its "
-            f"{config.micro_batch_size * config.data.seq_len:,} tokens here: {reason}",
+            f"preflight: rank {rank} ran out of memory in a step with {budget.slots:,} of the "
+            f"{config.micro_batch_size * config.data.seq_len:,} tokens of the longest row: {reason}",
             hint=_ways_out(config),
         ) from error
 
@@ -150,4 +154,4 @@ def _ways_out(config: TrainConfig) -> str:
         ways = ""
     rows = "micro_batch_size lower" if config.micro_batch_size > 1 else "data.seq_len lower"
     more = ["parallel.cp higher", *(["dtype to bf16"] if config.dtype in ("fp32", "fp64") else [])]
-    return f"set {'; or '.join(filter(None, (ways, *more, rows)))}; longspan train --dry-run shows what a rank holds"
+    return f"set {'; or '.join(filter(None, (ways, *more, rows)))}; longspan train --dry-run shows the expected memory"

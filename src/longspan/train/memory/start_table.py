@@ -1,6 +1,6 @@
-"""What a run tells before it starts: its axes and where their groups lie, the work of a step, and the memory of a rank.
+"""Start table of a run: axes and their groups, work per step, and expected memory per rank, in 80 columns.
 
-For a terminal of 80 columns; programs read `Start.record`.
+`Start.record` has the same numbers for programs.
 """
 
 import os
@@ -24,14 +24,14 @@ _WIDTH = 80
 
 @dataclass(frozen=True)
 class Start:
-    """The numbers of a run before it starts."""
+    """Numbers of a run before its start."""
 
     budget: Budget
     nodes: Nodes
     steps_per_epoch: int
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         topology = self.budget.topology
         groups = {axis: topology.groups(axis) for axis in axes_of(topology)}
         return self.budget.record() | {
@@ -41,24 +41,24 @@ class Start:
 
 
 def is_first() -> bool:
-    """Whether this process is rank 0 of torchrun's world, or starts the ranks itself: the one that tells."""
+    """Whether this process prints: rank 0 under torchrun, else the process that starts the ranks."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def axes_of(topology: Topology) -> list[str]:
-    """Axes of more than one rank, fastest first, and those of the experts where these are shared out."""
+    """Return the axes of degree above 1, fastest-varying first, then "ep" and "edp" under expert parallelism."""
     axes = [axis for axis in topology.order.split("-") if axis != "ep" and topology.degree(axis) > 1]
     return axes + ([axis for axis in ("ep", "edp") if topology.degree(axis) > 1] if topology.ep > 1 else [])
 
 
 def degrees(topology: Topology) -> str:
-    """`tp 2, cp 2, dp 2, pp 2`; empty for one rank."""
+    """Format the degrees above 1, such as `tp 2, cp 2, dp 2, pp 2`. Empty for one rank."""
     words = [f"{axis} {topology.degree(axis)}" for axis in axes_of(topology) if axis != "edp"]
     return ", ".join([*words, f"{topology.dp_replicate} replicas"] if topology.dp_replicate > 1 else words)
 
 
 def start_table(start: Start) -> Group:
-    """A rich renderable: three lines for one rank; for more also the groups of each axis, and a line for each place of pp."""
+    """Return three lines for one rank, else also the groups of each axis and a row per pipeline rank."""
     budget, topology = start.budget, start.budget.topology
     if topology.world == 1:
         return Group(*map(Text, (f"1 rank; {_step(start)}", _rank(budget), _memory(budget))))
@@ -84,7 +84,7 @@ def _axes(start: Start) -> Iterator[Text]:
 
 
 def _fitted(groups: list[str], room: int) -> str:
-    """As many groups as fit, and how many are left."""
+    """Format as many groups as fit `room` columns, and the number of the others."""
     for shown in range(len(groups), 0, -1):
         left = len(groups) - shown
         line = " ".join(groups[:shown]) + (f" ... {left} more" if left else "")
@@ -103,15 +103,15 @@ def _step(start: Start) -> str:
 
 
 def _rank(budget: Budget) -> str:
-    dead = f" in {budget.slots:,} slots" if budget.slots != budget.tokens else ""
+    padded = f" in {budget.slots:,} slots" if budget.slots != budget.tokens else ""
     here, whole = max(stage.num_parameters for stage in budget.stages), budget.num_parameters
     share = f"{short_count(here)} of {short_count(whole)}" if here < whole else short_count(whole)
     micros = _count(budget.micro_batches, "micro-batch", "es")
-    return f"a rank: {micros} of up to {budget.tokens:,} tokens{dead}; {share} parameters"
+    return f"a rank: {micros} of up to {budget.tokens:,} tokens{padded}; {share} parameters"
 
 
 def _memory(budget: Budget) -> str:
-    """Of one rank, in a line."""
+    """Format the expected memory of a single rank as one line."""
     (stage,) = budget.stages
     size, unit = byte_unit(stage.total)
     state = stage.parameters + stage.gradients + stage.moments
@@ -120,7 +120,7 @@ def _memory(budget: Budget) -> str:
 
 
 def _stages(budget: Budget) -> Table:
-    """Expected memory, a line for each place in the pipeline."""
+    """Return the table of expected memory, one row per pipeline rank."""
     size, _ = byte_unit(max(stage.total for stage in budget.stages))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0, collapse_padding=True)
     piped = budget.topology.pp > 1
@@ -133,7 +133,7 @@ def _stages(budget: Budget) -> Table:
 
 
 def _sizes(stage: StageBudget) -> dict[str, int]:
-    """What the memory of a rank is made of, in a word each."""
+    """Return the bytes of a rank by column of the table."""
     return {
         "weights": stage.parameters, "gradients": stage.gradients, "moments": stage.moments,
         "gathered": stage.gathered + stage.unreduced, "activations": stage.activations, "loss": stage.head,
@@ -142,7 +142,7 @@ def _sizes(stage: StageBudget) -> dict[str, int]:
 
 
 def _amount(number: float) -> str:
-    """Three digits."""
+    """Format with three significant digits."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
