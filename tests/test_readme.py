@@ -53,9 +53,9 @@ def test_planning_commands_run(command, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
 
 
-def test_the_python_of_the_readme_is_the_example():
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert block == (ROOT / "examples" / "attend.py").read_text()
+def test_the_python_of_the_readme_is_that_of_the_examples():
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert blocks == [(ROOT / "examples" / name).read_text() for name in ("long.py", "attend.py")]
 
 
 def run_on_one_gpu(command, *words):
@@ -90,6 +90,20 @@ def test_the_example_runs_on_two_ranks():
     told = re.findall(r"rank (\d): \(1, 8, 2048, 64\) of \(1, 8, 4096, 64\), mean (-?\d\.\d{6})", output)
     assert sorted(rank for rank, _ in told) == ["0", "1"]
     assert len({mean for _, mean in told}) == 1
+
+
+def test_the_example_for_gpus_runs_on_cpus_with_shorter_rows(tmp_path):
+    code = (ROOT / "examples" / "long.py").read_text()
+    for on_gpu, here in (
+        ('torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))', "torch.set_num_threads(1)"), ('"nccl"', '"gloo"'),
+        ('device="cuda"', 'device="cpu"'), ("[100_000, 31_072]", "[1000, 311]"),
+    ):  # fmt: skip
+        assert code.count(on_gpu) == 1
+        code = code.replace(on_gpu, here)
+    (tmp_path / "long.py").write_text(code)
+    output = run_on_one_gpu("torchrun", "--standalone", "--nproc-per-node", "2", tmp_path / "long.py")
+    told = re.findall(r"rank (\d): \(1, 32, (\d+), 128\), gradient of k \(1, 8, (\d+), 128\)", output)
+    assert sorted(told) == [("0", "655", "655"), ("1", "656", "656")]
 
 
 def test_the_example_of_a_loop_on_two_axes():
