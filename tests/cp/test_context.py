@@ -36,7 +36,7 @@ def opened(cp, mask, ids=None):
             {"route": "auto", "inner": 2},
             "inner=2 is for a route of two levels; 'auto' chooses\n\nhint: leave inner out",
         ),
-        ({"inner": 2}, "inner=2 means nothing to route 'ring', which has one level\n\nhint: leave inner out"),
+        ({"inner": 2}, "inner=2 does not apply to route 'ring', which has one level\n\nhint: leave inner out"),
         (
             {"layout": "spiral"},
             "layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced",

@@ -5,8 +5,8 @@
     rank 0                     .. ... ..        # # #       takes from the top until it has its share of the pairs
     rank 1                     ... .. .   # # # #           likewise, of what is left; short ones make up its tokens
 
-Ranks pour in turn, each its share of the tokens and pairs that are left. Where the top is too dense and nothing sparse is
-left, a rank takes some of the top and some of the bottom of a document: one alone comes out as zigzag.
+Ranks pour in turn, each its share of the tokens and pairs that are left. Where the top is too dense and nothing sparse
+is left, a rank takes some of the top and some of the bottom of a document: one alone comes out as zigzag.
 """
 
 import heapq
@@ -100,7 +100,8 @@ def _deal(
 class _Pouring:
     """Documents to ranks, one rank after the other.
 
-    `taken` are the runs of each rank, `pairs` what their queries see, `holes` the tokens of `fluid` that it would hold besides.
+    `taken` are the runs of each rank, `pairs` what their queries see, `holes` the tokens of `fluid` that it would hold
+    besides.
     """
 
     def __init__(

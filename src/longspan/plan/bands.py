@@ -61,8 +61,9 @@ def blocks(bands: Array, size: int = 128) -> Array:
 def merge(tiles: Array, group: Array) -> tuple[Array, Array]:
     """Join trimmed, disjoint tiles `(n, 6)` of the same group `(n,)` where the union is itself one band.
 
-    Two tiles are one iff the band around both (hull of the ranges, widest diagonals) holds no other pair, that is, iff its
-    area is the sum of theirs. Neighbours are tried first along the keys, then along the queries, until nothing changes:
+    Two tiles are one iff the band around both (hull of the ranges, widest diagonals) holds no other pair, that is, iff
+    its area is the sum of theirs. Neighbours are tried first along the keys, then along the queries, until nothing
+    changes:
 
         [causal .     ]        zigzag's own step: a causal tile, a rectangle below it
         [full   causal]   ->   and a causal tile are one causal tile

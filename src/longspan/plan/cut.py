@@ -1,7 +1,8 @@
 """Cut bands over global tokens by a layout: into the tiles of one rank, and into runs of keys with the ranks that need them.
 
-Spans of step 1 are found by bisection. Under stripes (one span `(rank, S, P)` each) token `i = r + P a` of rank `r` and key
-`j = s + P b` of rank `s` obey `lo <= i - j <= hi` iff `ceil((lo - (r - s)) / P) <= a - b <= floor((hi - (r - s)) / P)`.
+Spans of step 1 are found by bisection. Under stripes (one span `(rank, S, P)` each) token `i = r + P a` of rank `r` and
+key `j = s + P b` of rank `s` obey `lo <= i - j <= hi` iff `ceil((lo - (r - s)) / P) <= a - b <= floor((hi - (r - s)) /
+P)`.
 """
 
 from dataclasses import dataclass

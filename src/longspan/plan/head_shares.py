@@ -4,9 +4,10 @@
     before   all heads of a quarter of the rows  query     01   23   45   67
     after    all rows of two query heads          KV       0    0    1    1
 
-Members take runs of query heads, all equally long, and the KV heads these need. No way to deal the heads out sends fewer KV
-heads: KV heads and members form a graph, a part of it that hangs together holds whole shares of both, so there are at most
-`gcd(KV heads, members)` such parts and at least `KV heads + members - gcd` edges; runs have just as many.
+Members take runs of query heads, all equally long, and the KV heads these need. No way to deal the heads out sends
+fewer KV
+heads: KV heads and members form a graph, a part of it that hangs together holds whole shares of both, so there are at
+most `gcd(KV heads, members)` such parts and at least `KV heads + members - gcd` edges; runs have just as many.
 """
 
 from dataclasses import dataclass, replace
@@ -34,9 +35,9 @@ class Place:
 class HeadShare:
     """One member's part in an exchange of heads. Tuples run over the members, in their order.
 
-    `members` are ranks of the CP group and `member` is this one; `query` and `kv` the heads each works on, `tokens` the rows
-    each holds, `places` where these come to lie among all rows. `blocks` are runs of this member's query and KV heads,
-    counted from its first, within which every KV head serves the same number of query heads.
+    `members` are ranks of the CP group and `member` is this one; `query` and `kv` the heads each works on, `tokens` the
+    rows each holds, `places` where these come to lie among all rows. `blocks` are runs of this member's query and KV
+    heads, counted from its first, within which every KV head serves the same number of query heads.
     """
 
     members: tuple[int, ...]
@@ -122,7 +123,8 @@ class HeadStage:
 def head_stages(whole: HeadShare, heads_per_stage: int | None) -> tuple[HeadStage, ...]:
     """Cut an exchange of all heads into stages of `heads_per_stage` query heads (None: the least), as many of each member.
 
-    A KV head is exchanged once: stages that share one follow each other, and raise `SpecError` where it would lie across.
+    A KV head is exchanged once: stages that share one follow each other, and raise `SpecError` where it would lie
+    across.
     """
     degree, size, group = len(whole.members), whole.num_query, whole.query[-1][1] // whole.kv[-1][1]
     fits = [n for n in range(1, size + 1) if size % n == 0 and _shares_kv(whole, n, group)]
