@@ -162,7 +162,7 @@ def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
     [
         (
             ("--route", "ulysses"),
-            "error: route 'ulysses' moves heads, and how many there are is not given\n\nhint: set --heads Q/KV\n",
+            "error: route 'ulysses' exchanges heads, but heads is not given\n\nhint: set --heads Q/KV\n",
         ),
         (
             ("--route", "ulysses", "--heads", "9/3"),

@@ -30,7 +30,7 @@ def opened(cp, mask, ids=None):
         ),
         (
             {"route": "ulysses"},
-            "route 'ulysses' moves heads, and how many there are is not given\n\nhint: set heads=(query, KV)",
+            "route 'ulysses' exchanges heads, but heads is not given\n\nhint: set heads=(query, KV)",
         ),
         (
             {"route": "auto", "inner": 2},
@@ -43,8 +43,8 @@ def opened(cp, mask, ids=None):
         ),
         (
             {"route": "tube"},
-            "route 'tube' is not known\n\nhint: choose one of auto, ring, allgather, rotate, exchange, ulysses, upipe, usp, "
-            "allgather-ulysses, exchange-ulysses, ulysses-ring",
+            "route 'tube' is not known\n\nhint: choose one of auto, ring, allgather, rotate, exchange, ulysses, upipe,
+            usp, " "allgather-ulysses, exchange-ulysses, ulysses-ring",
         ),
         (
             {"heads": (9, 2)},

@@ -114,8 +114,8 @@ class Rotation(Ring):
 def in_step(stages: Iterable[Stage]) -> tuple[Stage, ...]:
     """Keep one of consecutive idle stages, and none at the end.
 
-    The idle stages that remain keep the two ends of a message at the same stage on both ranks. Batches of a
-    communicator that finish in the order posted (NCCL) therefore never deadlock.
+    With an idle stage in between, a rank posts a receive after everything that it posts at earlier stages, as its peer
+    does with the send. Ranks whose batches finish in the order posted (NCCL) then never wait in a circle.
     """
     kept: list[Stage] = []
     for stage in stages:
