@@ -43,8 +43,8 @@ def opened(cp, mask, ids=None):
         ),
         (
             {"route": "tube"},
-            "route 'tube' is not known\n\nhint: choose one of auto, ring, allgather, rotate, exchange, ulysses, upipe,
-            usp, " "allgather-ulysses, exchange-ulysses, ulysses-ring",
+            "route 'tube' is not known\n\nhint: choose one of auto, ring, allgather, rotate, exchange, ulysses, upipe, usp, "
+            "allgather-ulysses, exchange-ulysses, ulysses-ring",
         ),
         (
             {"heads": (9, 2)},

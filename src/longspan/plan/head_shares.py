@@ -136,7 +136,8 @@ def head_stages(whole: HeadShare, heads_per_stage: int | None) -> tuple[HeadStag
     if heads_per_stage % degree or per_member not in fits:
         raise SpecError(
             f"heads_per_stage={heads_per_stage} does not fit {whole.query[-1][1]} query heads ({whole.kv[-1][1]} KV heads) on "
-            f"{degree} ranks: a stage takes equally many heads of each rank, and between stages all ranks keep their KV heads or none",
+            f"{degree} ranks: a stage takes equally many heads of each rank, and between stages all ranks keep their KV heads "
+            "or none",
             hint=f"use {', '.join(str(n * degree) for n in fits)}",
         )
     stages: list[HeadStage] = []
