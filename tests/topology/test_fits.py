@@ -82,8 +82,8 @@ WRONG = {
     ),
     "micro-batches": (
         Topology(dp=1, pp=4), SHAPE, {"gradient_accumulation_steps": 2},
-        "gradient_accumulation_steps=2 is less than pp=4: with fewer micro-batches than stages, some stages would always be idle\n\n"
-        ""
+        "gradient_accumulation_steps=2 is less than pp=4: with fewer micro-batches than stages, some stages would always be "
+        "idle\n\n"
         "hint: set gradient_accumulation_steps to 4 or more; or lower pp",
     ),
     "rounds of micro-batches": (

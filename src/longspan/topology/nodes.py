@@ -111,9 +111,9 @@ class Nodes:
         )
         what = "nodes" if node else "domains"
         beside = "every layer waits for TP" if quiet is None else f"{quiet}, which sends less, stays inside one"
-        return f"{busy} crosses {what} of {size} ranks, as ranks {short_ranks(group)} do; {beside}: {self._suggestion(busy, size)}"
+        return f"{busy} crosses {what} of {size} ranks, as ranks {short_ranks(group)} do; {beside}: {self._fix(busy, size)}"
 
-    def _suggestion(self, busy: str, size: int) -> str:
+    def _fix(self, busy: str, size: int) -> str:
         """Suggest the default order, or degrees, at which the axis stays inside; the order also if conflicts become fewer."""
         usual = replace(self, topology=replace(self.topology, order=ORDER))
         better = len(usual._conflicts) < len(self._conflicts)
