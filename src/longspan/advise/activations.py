@@ -42,7 +42,7 @@ class Activations:
     """In use during the loss only: a chunk of logits, and the wide gradient of the head's weight."""
 
     def stage(self, num_layers: int, *, first: bool, last: bool) -> int:
-        """Bytes kept per micro-batch by a stage of `num_layers` layers, the `first` or the `last` stage or neither."""
+        """Bytes kept per micro-batch by a stage of `num_layers` layers; `first` has the embedding, `last` the head."""
         ends = self.first * first + self.last * last
         return num_layers * self.block + self.rotary + ends
 

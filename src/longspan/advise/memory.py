@@ -20,8 +20,8 @@ Shape = tuple[int, ...]
 class StageBudget:
     """Memory of one pipeline rank, in bytes unless stated otherwise.
 
-    The estimate is for the first rank with this `pp_rank`, whose shards are largest. `total` is an upper bound: `head`
-    is freed before blocks are recomputed, and most gradients are made after most activations are freed.
+    The estimate is for the first rank with this `pp_rank`, whose shards are largest. The parts never add up to `total`
+    at one time: `head` is freed before blocks are recomputed, and most gradients come after most activations are freed.
     """
 
     pp_rank: int

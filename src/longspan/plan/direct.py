@@ -28,8 +28,7 @@ _MOST_SOURCES = 4
 class Exchange:
     """The `exchange` route: a rank receives exactly the rows that its queries see, each row once.
 
-    Each stage is received while the stage before is computed. The first stage has one source, later stages have up to
-    four.
+    Each stage is received while the stage before is computed. After the own shard, stages have 1, 2, 4, 4, ... sources.
     """
 
     layout: Layout

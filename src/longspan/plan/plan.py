@@ -53,7 +53,7 @@ def plan_attention(
             hint="both cover the global row: document lengths must sum to seq_len",
         )
     check_comm_dtype(comm_dtype)
-    heads = None if heads is None else check_heads(*_two(heads))
+    heads = None if heads is None else check_heads(*_pair(heads))
     inner = None if inner is None else whole("inner", inner)
     if route == AUTO:
         names = ", ".join(ROUTES)
@@ -68,7 +68,7 @@ def plan_attention(
     return Plan(layout, mask, route, heads, degrees, comm_dtype, comes_down_to(route, degrees))
 
 
-def _two(heads: Any) -> tuple[int, int]:
+def _pair(heads: Any) -> tuple[int, int]:
     """Return `heads` as two ints. Raises `SpecError` for anything but a pair."""
     if not isinstance(heads, tuple | list) or len(heads) != 2:
         raise SpecError(f"heads={heads!r} is not a pair", hint="give (query heads, KV heads), such as (32, 8)")

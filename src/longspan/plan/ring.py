@@ -76,7 +76,7 @@ class Ring:
             tiles = tuple(Tile(*row) for row in block.tolist())
             sends = _transfer(following, own, False, lambda near, far: far > 0)
             slots = self.layout.num_slots(rank)
-            return Stage((Step(source, slots, tiles, ((0, slots),)),), some(sends))
+            return Stage((Step(source, slots, tiles, ((0, slots),)),), as_tuple(sends))
         before = [row for row in self._rows[source] if row[3] >= distance - 1]
         here = [row for row in before if row[3] >= distance]
         if not here and all(row[3] != distance for row in own):
@@ -98,7 +98,7 @@ class Ring:
         sends = _transfer(following, here, True, lambda near, far: far > distance, by_head=True)
         home = (rank + onward * distance) % ranks
         homeward = _transfer(home, own, False, lambda near, far: far == distance)
-        return Stage((step,), some(sends), some(homeward), distance)
+        return Stage((step,), as_tuple(sends), as_tuple(homeward), distance)
 
 
 class Rotation(Ring):
@@ -126,7 +126,7 @@ def in_step(stages: Iterable[Stage]) -> tuple[Stage, ...]:
     return tuple(kept)
 
 
-def some(transfer: Transfer | None) -> tuple[Transfer, ...]:
+def as_tuple(transfer: Transfer | None) -> tuple[Transfer, ...]:
     """Wrap a transfer in a tuple; None gives an empty tuple."""
     return () if transfer is None else (transfer,)
 

@@ -114,7 +114,7 @@ class Nodes:
         return f"{busy} crosses {what} of {size} ranks, as ranks {short_ranks(group)} do; {beside}: {self._fix(busy, size)}"
 
     def _fix(self, busy: str, size: int) -> str:
-        """Suggest the default order, or degrees, at which the axis stays inside; the order also if conflicts become fewer."""
+        """Suggest the default order if it keeps the axis inside or resolves conflicts, else degrees that keep it inside."""
         usual = replace(self, topology=replace(self.topology, order=ORDER))
         better = len(usual._conflicts) < len(self._conflicts)
         degrees = ((degree, self._changed(**{busy: degree})) for degree in divisors(size))
