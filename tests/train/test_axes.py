@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "few micro-batches": (
         {**on(pp=4), "gradient_accumulation_steps": 2},
-        r"gradient_accumulation_steps=2 is less than pp=4.*\s+hint: set accumulation to 4",
+        r"gradient_accumulation_steps=2 is less than pp=4.*\s+hint: set gradient_accumulation_steps to 4",
     ),
     "odd micro-batches": (
         {**on(pp=2, schedule="interleaved"), "gradient_accumulation_steps": 3},
@@ -231,12 +231,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no sp without tp": (on(sp=False), r"sp=false does not apply to tp=1"),
     "ep without experts": (on(dp=2, ep=2), r"ep=2 for a model without experts"),
     "ep and experts": ({**on(dp=3, ep=3), **EXPERTS}, r"ep=3 does not divide 4 experts\s+hint: .*set it to 1"),
-    "ep and ranks": ({**on(ep=2), **EXPERTS}, r"ep 2 does not divide the 1 ranks of a stage"),
+    "ep and ranks": ({**on(ep=2), **EXPERTS}, r"ep=2 does not divide the 1 ranks of a stage"),
     "experts without sp": (
         {**on(tp=2, sp=False), **EXPERTS},
         r"TP ranks hold the same tokens.*\s+hint: set sp to true",
     ),
-    "dp_replicate": (on(dp=2, dp_replicate=3), r"dp_replicate=3 does not divide dp=2\s+hint: set replicas to 1 or 2"),
+    "dp_replicate": (
+        on(dp=2, dp_replicate=3),
+        r"dp_replicate=3 does not divide dp=2\s+hint: set dp_replicate to 1 or 2",
+    ),
     "the order": (on(order="tp-cp-dp-pp"), r"does not name each of tp, cp, ep, dp, pp once"),
     "tp across nodes": (
         on(tp=2, cp=2, ranks_per_node=2, order="cp-tp-ep-dp-pp"),
