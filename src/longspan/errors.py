@@ -4,16 +4,16 @@
     ├── SpecError        (ValueError)    a value that breaks a rule: degree, length, heads, bands, option
     ├── DataError        (ValueError)    documents, tokenizers, packs, loader state
     ├── CheckpointError  (ValueError)    a checkpoint that does not fit the model or the run
-    ├── DisagreementError(RuntimeError)  ranks of one group were given different things; names them
-    ├── CommError        (RuntimeError)  a rank died, a hop timed out
-    └── DivergedError    (RuntimeError)  gradients that are not finite, outside fp16's search for a loss scale
+    ├── DisagreementError(RuntimeError)  ranks of one group that got different inputs; names the ranks
+    ├── CommError        (RuntimeError)  a rank that died, a hop that timed out
+    └── DivergedError    (RuntimeError)  gradients that are not finite, except while fp16 searches for a loss scale
 
-A message names the values and the rule they broke; `hint` says what to set instead.
+A message names the values and the rule they broke; `hint` names what to set instead.
 """
 
 
 class LongspanError(Exception):
-    """Base of all errors of this library. `str(error)` is the message, then a blank line and `hint: ...` if there is one."""
+    """Base of all errors of this library. `str(error)` is the message, and `hint: ...` after a blank line if given."""
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message, hint)
@@ -25,7 +25,7 @@ class LongspanError(Exception):
 
 
 class SpecError(LongspanError, ValueError):
-    """A layout, mask, route, shape or option that cannot be carried out."""
+    """A layout, mask, route, shape or option that breaks a rule."""
 
 
 class DataError(LongspanError, ValueError):
@@ -37,11 +37,11 @@ class CheckpointError(LongspanError, ValueError):
 
 
 class DisagreementError(LongspanError, RuntimeError):
-    """The ranks of one group were given different batches, plans or shapes."""
+    """Ranks of one group that got different batches, plans or shapes."""
 
 
 class CommError(LongspanError, RuntimeError):
-    """A peer died or a transfer timed out."""
+    """A peer that died, or a transfer that timed out."""
 
 
 class DivergedError(LongspanError, RuntimeError):

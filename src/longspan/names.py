@@ -1,6 +1,6 @@
-"""Names and numbers that several folders share: layouts, routes, kernels, types, labels.
+"""Names and constants shared by several folders: layouts, routes, kernels, dtypes, labels.
 
-The configuration serves the CP=1 side of `verify` as well, which imports nothing of plan/ or cp/: it reads the names here.
+They are outside plan/ and cp/, because the CP=1 side of `verify` reads the configuration but imports neither folder.
 """
 
 from collections.abc import Iterable
@@ -10,27 +10,27 @@ from typing import Any, Literal, NamedTuple
 from longspan.errors import SpecError
 
 AUTO = "auto"
-"""The value that leaves a choice to longspan: of a route to `longspan.advise.Planner`, of a kernel to `choose_kernel`."""
+"""Value of an option that longspan chooses: a route in `longspan.advise.Planner`, a kernel in `choose_kernel`."""
 
 IGNORED = -100
-"""The label of a token that is no target, as in `torch.nn.functional.cross_entropy`."""
+"""Label of a token that is not a target: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 BALANCED = "balanced"
 LAYOUTS = ("contiguous", "zigzag", "striped", BALANCED)
-"""Layouts by name; `Layout.named` has a constructor for each."""
+"""Names of the layouts that `Layout.named` makes."""
 
 KERNELS = ("flash3", "cudnn", "sdpa", "flash2", "efficient", "flex", "reference")
-"""Attention kernels in the order in which "auto" tries them: fastest first."""
+"""Names of the attention kernels, in the order in which "auto" tries them: fastest first."""
 
 
 class Dtype(NamedTuple):
-    """A floating type of activations."""
+    """A dtype of activations."""
 
     torch_name: str
     itemsize: int
     """Bytes of an element."""
     mixed: bool
-    """Whether fp32 weights, gradients and moments are kept beside the weights in this type."""
+    """Whether training keeps fp32 weights, gradients and moments beside the weights in this dtype."""
 
 
 DTYPES = {
@@ -41,11 +41,11 @@ DTYPES = {
 }
 
 COMM_DTYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn"}
-"""Types in which keys and values may travel, with torch's name of each."""
+"""Communication dtypes of keys and values: longspan's name -> torch's name."""
 
 
 class Rows(Enum):
-    """How rows of keys and values travel among the ranks that work on the same heads."""
+    """How KV rows travel among the ranks that attend with the same heads."""
 
     RING = "hop by hop"
     ROTATE = "hop by hop, each hop one all-to-all collective"
@@ -54,15 +54,15 @@ class Rows(Enum):
 
 
 class Route(NamedTuple):
-    """What the name of a route stands for."""
+    """How a route moves rows and heads."""
 
     rows: Rows
     heads: Literal["none", "all", "inner", "outer"] = "none"
-    """The ranks that exchange heads: none, all, or one level of two."""
+    """Which ranks exchange heads: none, all, or those of one of two levels."""
     staged: bool = False
-    """Whether attention works on a few heads at a time, from the input of the projections (Untied Ulysses)."""
+    """Whether the module projects, exchanges and attends a few heads at a time (Untied Ulysses)."""
     candidate: bool = False
-    """Whether "auto" tries this route. The others send no less than a candidate does."""
+    """Whether "auto" tries this route. Every other route sends at least as much as some candidate."""
 
 
 ROUTES = {
@@ -77,23 +77,23 @@ ROUTES = {
     "exchange-ulysses": Route(Rows.EXCHANGE, "inner", candidate=True),
     "ulysses-ring": Route(Rows.RING, "outer", candidate=True),
 }
-"""Routes by name. A name of two parts is outer-inner, as a mesh of two axes is; "usp" is ring outside, Ulysses inside."""
+"""Routes by name. A name of two parts is outer-inner, like a 2-D mesh; "usp" is ring outside, Ulysses inside."""
 
 
 def check_name(kind: str, name: str, known: Iterable[str]) -> str:
-    """`name` if it is one of `known`, else a `SpecError` that lists them. `kind` is what is named, such as "route"."""
+    """Return `name`. Raises `SpecError` that lists `known` unless it is one of them. `kind` is a noun, such as "route"."""
     if name not in (names := tuple(known)):
         raise SpecError(f"{kind} {name!r} is not known", hint=f"choose one of {', '.join(names)}")
     return name
 
 
 def mask_name(window: int | None) -> str:
-    """The mask of a layer by name: "full", or "window-<w>"."""
+    """Name the mask of a layer: "full", or "window-<w>"."""
     return "full" if window is None else f"window-{window}"
 
 
 def window_of(mask_name: str) -> int | None:
-    """The window of a mask by its name; None for "full"."""
+    """Parse the window from a mask's name; None for "full"."""
     return None if mask_name == "full" else int(mask_name.removeprefix("window-"))
 
 
@@ -110,11 +110,11 @@ RENAMED = {
     "slots_multiple_of": "pad_to_multiple_of",
     "whole_below": "min_split_tokens",
 }
-"""Keys of configurations, checkpoints and manifests before version 0.2, each with the name it has now."""
+"""Keys of configurations, checkpoints and manifests: name before version 0.2 -> current name."""
 
 
 def with_current_names(record: Any) -> Any:
-    """A record read from a checkpoint or a manifest, with every old key replaced by the current one."""
+    """Replace every old key in a record read from a checkpoint or a manifest."""
     if isinstance(record, dict):
         return {RENAMED.get(key, key): with_current_names(value) for key, value in record.items()}
     return [with_current_names(value) for value in record] if isinstance(record, list) else record

@@ -162,7 +162,7 @@ def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
     [
         (
             ("--route", "ulysses"),
-            "error: route 'ulysses' moves heads, and how many there are is not given\n\nhint: set --heads Q/KV\n",
+            "error: route 'ulysses' exchanges heads, but heads is not given\n\nhint: set --heads Q/KV\n",
         ),
         (
             ("--route", "ulysses", "--heads", "9/3"),
@@ -186,7 +186,7 @@ def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
         ),
         (
             ("--inner", "2"),
-            "error: inner=2 means nothing to route 'ring', which has one level\n\nhint: leave --inner out\n",
+            "error: inner=2 does not apply to route 'ring', which has one level\n\nhint: leave --inner out\n",
         ),
         (
             ("--costs", "costs.json"),

@@ -34,7 +34,7 @@ def test_draws_groups_where_heads_are_exchanged() -> None:
     result = CliRunner().invoke(show, words)
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert lines[0] == "zigzag layout, causal mask, usp route (inner 2), bf16 on the wire"
+    assert lines[0] == "zigzag layout, causal mask, usp route (inner 2), bf16 in flight"
     assert lines[3] == "   keys   " + "".join(rank * 8 for rank in "01233210")
     assert lines[36] == "        0 " + "0" * 64
     assert lines[20] == "        3 " + "2" * 32

@@ -30,13 +30,13 @@ def opened(cp, mask, ids=None):
         ),
         (
             {"route": "ulysses"},
-            "route 'ulysses' moves heads, and how many there are is not given\n\nhint: set heads=(query, KV)",
+            "route 'ulysses' exchanges heads, but heads is not given\n\nhint: set heads=(query, KV)",
         ),
         (
             {"route": "auto", "inner": 2},
-            "inner=2 is for a route of two levels; 'auto' chooses\n\nhint: leave inner out",
+            "inner=2 does not apply to route 'auto', which chooses it\n\nhint: leave inner out",
         ),
-        ({"inner": 2}, "inner=2 means nothing to route 'ring', which has one level\n\nhint: leave inner out"),
+        ({"inner": 2}, "inner=2 does not apply to route 'ring', which has one level\n\nhint: leave inner out"),
         (
             {"layout": "spiral"},
             "layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced",

@@ -205,7 +205,7 @@ def test_bytes_there_and_back_by_hand():
         ),
         (
             2, None, 1, (),
-            "route 'ulysses' moves heads, and how many there are is not given\n\nhint: set heads=(query, KV)",
+            "route 'ulysses' exchanges heads, but heads is not given\n\nhint: set heads=(query, KV)",
         ),
     ],
 )  # fmt: skip

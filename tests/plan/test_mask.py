@@ -103,7 +103,7 @@ def test_a_mask_may_hide_everything():
             lambda: Mask.causal(4, window=0),
             "window=0: a query sees at least itself\n\nhint: use window=None for no window",
         ),
-        (lambda: Mask.documents([3, -1]), "document lengths [3, -1] include a negative one"),
+        (lambda: Mask.documents([3, -1]), "document lengths [3, -1] include a negative length"),
         (lambda: Mask.prefix(4, 5), "prefix_len=5 is not within 0..4"),
         (
             lambda: Mask.shared_prefix(2, [1, -1]),

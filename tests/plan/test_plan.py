@@ -217,7 +217,7 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.documents([4, 5])),
             "the layout covers 8 tokens and the mask 9\n\n"
-            "hint: both count the tokens of the global row; document lengths must sum to seq_len",
+            "hint: both cover the global row: document lengths must sum to seq_len",
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), route="tube"),
@@ -226,7 +226,7 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), inner=2),
-            "inner=2 means nothing to route 'ring', which has one level\n\nhint: leave inner out",
+            "inner=2 does not apply to route 'ring', which has one level\n\nhint: leave inner out",
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), heads=(9, 2)),

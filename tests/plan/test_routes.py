@@ -193,7 +193,7 @@ def test_one_rank_comes_down_to_nothing_worth_saying():
         ),
         (
             lambda: plan_attention(LAYOUT, MASK, "usp"),
-            "route 'usp' moves heads, and how many there are is not given\n\nhint: set heads=(query, KV)",
+            "route 'usp' exchanges heads, but heads is not given\n\nhint: set heads=(query, KV)",
         ),
         (
             lambda: plan_attention(LAYOUT, MASK, "usp", (8, 2), 3),
@@ -205,7 +205,7 @@ def test_one_rank_comes_down_to_nothing_worth_saying():
         ),
         (
             lambda: plan_attention(LAYOUT, MASK, "ulysses", (8, 2), 2),
-            "inner=2 means nothing to route 'ulysses', which has one level\n\nhint: leave inner out",
+            "inner=2 does not apply to route 'ulysses', which has one level\n\nhint: leave inner out",
         ),
         (
             lambda: plan_attention(LAYOUT, MASK, "auto", (8, 2)),

@@ -48,10 +48,10 @@ def test_captions_of_every_route(tmp_path: Path, route: str) -> None:
     text, heads = words_of(tmp_path / "plan.svg"), LEVELS[route] != "none"
     unit = "group" if heads else "rank"
     assert f"zigzag layout, causal mask, {route} route" in text
-    assert f"A cell of 32 x 32 tokens shows the {unit} with most pairs, equals in turn." in text
+    assert f"A cell of 32 x 32 tokens shows the {unit} with most pairs; ties alternate." in text
     assert (f"Pale: keys of another {unit}." in text) == (LEVELS[route] != "all")
     assert (
-        "A group has its first rank's colour: its ranks share the heads. Strips: who holds tokens before." in text
+        "A group has its first rank's colour: its ranks share the heads. Strips: owners before the exchange." in text
     ) == heads
     assert (" heads " in f"{text} ".split("pairs")[1]) == heads
     assert ("pairs x 1/" in text) == heads

@@ -101,7 +101,7 @@ def test_large_nodes_are_folded_and_many_nodes_left_out() -> None:
     lines = [line.rstrip() for line in drawn(describe_topology(Topology.of(1024, tp=8, cp=8, pp=4))).splitlines()]
     assert "128 nodes of 8 ranks (assumed: ranks_per_node is not given)" in lines
     assert [line.strip("┌─┐ ") for line in lines if line.startswith("┌")] == ["node 0", "node 1", "node 2", "node 127"]
-    assert "  nodes 3 to 126, ranks 24 to 1015, in the same way" in lines
+    assert "  nodes 3 to 126, ranks 24 to 1015, are alike" in lines
     assert "tp        [0-7] [8-15] [16-23] [24-31] [32-39] [40-47] [48-55] ... 121 more" in lines
 
 

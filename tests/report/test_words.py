@@ -67,7 +67,7 @@ def test_titles_say_what_and_how_much() -> None:
 
 def test_titles_of_routes_of_two_levels_and_of_the_wire() -> None:
     report = describe(make("zigzag", Mask.causal(64), 8, heads=(8, 2), route="usp", comm_dtype="fp8"), 16, 2)
-    assert headline(report) == "zigzag layout, causal mask, usp route (inner 2), fp8 on the wire"
+    assert headline(report) == "zigzag layout, causal mask, usp route (inner 2), fp8 in flight"
     assert bytes_note(report) == (
         "Bytes sent per batch row, for 8 query and 2 KV heads of 16 at 2 bytes an element, keys and values as fp8."
     )

@@ -250,14 +250,14 @@ def test_a_grid_may_leave_out_axes_of_one_rank():
         ),
         (
             lambda: Topology(dp=4).groups("sp"),
-            "axis 'sp' of 'sp' is not known\n\nhint: axes are tp, cp, dp, pp; replica and shard, for HSDP; ep, edp, of "
+            "axis 'sp' of 'sp' is not known\n\nhint: axes are tp, cp, dp, pp; replica and shard for HSDP; ep and edp for "
             "experts; joined as in dp-cp",
         ),
         (lambda: Topology(dp=4).groups("dp-cp-dp"), "'dp-cp-dp' names replica twice\n\nhint: name every axis once"),
         (
             lambda: Topology(dp=4).groups("cp-ep"),
             "'cp-ep' mixes cp with ep: the axes of attention (tp, cp, dp) and of experts (ep, edp) number the same ranks "
-            "in two ways\n\nhint: take axes of one kind; pp goes with either",
+            "in two ways\n\nhint: use axes of one kind; pp goes with either",
         ),
         (
             lambda: Topology(dp=4, tp=2, cp=3).grid(["dp", "tp"]),

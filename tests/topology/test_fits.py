@@ -68,7 +68,7 @@ WRONG = {
     ),
     "experts without sp": (
         Topology(dp=2, tp=2, ep=2), EXPERTS, {"sp": False},
-        "tp=2 and experts with sp=false: TP ranks hold the same tokens, and each would route them\n\n"
+        "tp=2 with experts and sp=false: TP ranks hold the same tokens, and each would route all\n\n"
         "hint: set sp to true, or tp to 1",
     ),
     "layers": (
@@ -82,7 +82,8 @@ WRONG = {
     ),
     "micro-batches": (
         Topology(dp=1, pp=4), SHAPE, {"gradient_accumulation_steps": 2},
-        "gradient_accumulation_steps=2 is less than pp=4: with fewer micro-batches than stages some would always idle\n\n"
+        "gradient_accumulation_steps=2 is less than pp=4: with fewer micro-batches than stages, some stages would always be "
+        "idle\n\n"
         "hint: set gradient_accumulation_steps to 4 or more; or lower pp",
     ),
     "rounds of micro-batches": (
@@ -97,19 +98,20 @@ WRONG = {
     ),
     "stages that 1f1b has not": (
         Topology(dp=1, pp=2), SHAPE, {"gradient_accumulation_steps": 2, "stages_per_rank": 2},
-        "stages_per_rank=2 means nothing to schedule '1f1b', which has one stage a rank\n\n"
+        "stages_per_rank=2 does not apply to schedule '1f1b', which has one stage per rank\n\n"
         "hint: set stages_per_rank to 1; or schedule to 'interleaved' or 'zero-bubble'",
     ),
     "stages without a pipeline": (
         Topology(dp=1), SHAPE, {"stages_per_rank": 2},
-        "stages_per_rank=2 means nothing to pp=1, which has one stage\n\nhint: set stages_per_rank to 1; or pp to 2 or more",
+        "stages_per_rank=2 does not apply to pp=1, which has one stage\n\nhint: set stages_per_rank to 1; or pp to 2 or more",
     ),
     "a schedule without a pipeline": (
         Topology(dp=1), SHAPE, {"schedule": "interleaved", "stages_per_rank": 2},
-        "schedule 'interleaved' means nothing to pp=1, which has one stage\n\nhint: leave it at '1f1b', or set pp to 2 or more",
+        "schedule 'interleaved' does not apply to pp=1, which has one stage\n\n"
+        "hint: leave schedule at '1f1b', or set pp to 2 or more",
     ),
     "no sp without tp": (
-        Topology(dp=2), SHAPE, {"sp": False}, "sp=false means nothing to tp=1\n\nhint: leave sp out, or set tp to 2 or more",
+        Topology(dp=2), SHAPE, {"sp": False}, "sp=false does not apply to tp=1\n\nhint: leave sp out, or set tp to 2 or more",
     ),
     "schedule": (
         Topology(dp=1, pp=2), SHAPE, {"schedule": "gpipe"},
@@ -117,22 +119,22 @@ WRONG = {
     ),
     "no micro-batch": (
         Topology(dp=1), SHAPE, {"gradient_accumulation_steps": 0},
-        "gradient_accumulation_steps=0, stages_per_rank=1: both are counts from 1\n\nhint: leave them out for 1",
+        "gradient_accumulation_steps=0, stages_per_rank=1: both must be at least 1\n\nhint: leave them out for 1",
     ),
     "nodes that split tp": (
         Topology(dp=6, tp=4), SHAPE, {"ranks_per_node": 6},
-        "a TP group lies across nodes of 6 ranks: ranks 4-7, since tp=4 does not divide 6\n\n"
+        "a TP group crosses nodes of 6 ranks: ranks 4-7, since tp=4 does not divide 6\n\n"
         "hint: set tp to 1, 2, 3 or 6; or, where a fast link joins several nodes, set ranks_per_node to the ranks it joins",
     ),
     "tp larger than a node": (
         Topology(dp=2, tp=4), SHAPE, {"ranks_per_node": 2},
-        "a TP group lies across nodes of 2 ranks: ranks 0-3, since tp=4 is more than 2\n\n"
+        "a TP group crosses nodes of 2 ranks: ranks 0-3, since tp=4 is more than 2\n\n"
         "hint: set tp to 1 or 2; or, where a fast link joins several nodes, set ranks_per_node to the ranks it joins",
     ),
     "an order that splits tp": (
         Topology(dp=8, tp=2, order="dp-cp-ep-tp-pp"), SHAPE, {"ranks_per_node": 8},
-        'a TP group lies across nodes of 8 ranks: ranks 0,8, by order "dp-cp-ep-tp-pp"\n\n'
-        "hint: put tp first in the order: it is the busiest axis",
+        'a TP group crosses nodes of 8 ranks: ranks 0,8, by order "dp-cp-ep-tp-pp"\n\n'
+        "hint: put tp first in the order: tp has the most traffic",
     ),
     "nodes that the world does not fill": (
         Topology(dp=8, tp=2), SHAPE, {"ranks_per_node": 6},

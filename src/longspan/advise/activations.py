@@ -1,5 +1,6 @@
-"""What a rank keeps of activations between forward and backward, by formula. No torch.
-The terms are in docs/reference/memory.md; a test holds them against the tensors that autograd saves on real ranks.
+"""Bytes of activations that a rank keeps between forward and backward, by formula. No torch.
+
+docs/reference/memory.md lists the terms. A test compares them with the tensors that autograd saves.
 """
 
 from collections.abc import Sequence
@@ -16,39 +17,42 @@ INTEGER = 8
 class Activations:
     """Bytes kept of one micro-batch at the longest row of the data, on the rank with most slots.
 
-    T slots of the CP shard, R of them between layers (T / tp under sequence parallelism, else T), E hidden size, and of this rank
-    H query heads, K KV heads, F intermediate size, V vocabulary; D head dim; `a` bytes of an activation, `w` of a wide one
-    (fp32, or fp64 for fp64).
+    Letters of the formulas: T slots of the CP shard; R rows between layers (T / tp under sequence parallelism, else T);
+    E hidden size; D head dim; `a` bytes of an activation; `w` bytes of a wide one (fp32, or fp64 for fp64). On this
+    rank after TP: H query heads, K KV heads, F intermediate size, V vocabulary size.
     """
 
     slots: int
     """T."""
     tokens: int
-    """Of the slots, those that hold a token."""
+    """Slots that hold a token."""
     block: int
-    """Kept of a block: all that backward needs, or by `recompute` its input and attention's results, or its input alone."""
+    """Kept per block: everything that backward needs, or with `recompute` the block's input (and attention's results)."""
     recomputed: int
-    """Of the one block that is at work in backward, what is made again beside what was kept."""
+    """Recomputed in backward, for one block at a time, in addition to `block`."""
     rotary: int
-    """Kept once by a stage: tables of positions, and token numbers for dropout."""
+    """Kept once per stage: RoPE tables, and token numbers for dropout."""
     first: int
     """Kept by the embedding."""
     last: int
     """Kept by the final norm and the loss."""
     hidden: int
-    """Hidden states of R slots, which is what stages send each other."""
+    """Hidden states of R rows, as pipeline stages send them."""
     head: int
-    """At work in the loss, and kept by nothing: a chunk of logits, and the wide gradient of the head's weight."""
+    """In use during the loss only: a chunk of logits, and the wide gradient of the head's weight."""
 
     def stage(self, num_layers: int, *, first: bool, last: bool) -> int:
-        """Kept of a micro-batch by a stage of so many layers."""
+        """Bytes kept per micro-batch by a stage of `num_layers` layers; `first` has the embedding, `last` the head."""
         ends = self.first * first + self.last * last
         return num_layers * self.block + self.rotary + ends
 
 
 def activations_of(run: RunShape) -> Activations:
-    """The activations of the micro-batch with most pairs, `run.longest`. On CUDA RMSNorm is one kernel, which keeps its input
-    alone, and chunks of logits are larger. On CPU it keeps input and result of the normalisation, wide."""
+    """Estimate the activations of the micro-batch with most pairs, `run.longest`.
+
+    On CUDA, RMSNorm is one kernel that keeps its input alone, and chunks of logits are larger. On CPU, RMSNorm keeps
+    the input and the result of the normalisation, both wide.
+    """
     size, model = _Sizes.of(run), run.model
     whole, kept = size.block(), size.kept(run.recompute)
     vocab, hidden_size, a, w = size.vocab, model.hidden_size, size.a, size.w
@@ -68,13 +72,17 @@ def activations_of(run: RunShape) -> Activations:
 
 
 def in_flight(run: RunShape, pp_rank: int) -> list[list[int]]:
-    """Micro-batches that each stage of a rank keeps after each forward of a step, by the schedule; without a pipeline 1.
+    """Count the micro-batches that each stage of a rank keeps after each forward of a step. Without a pipeline, 1.
 
-    warm-up  F F F   then  F B  F B ...   then  B B B        one forward more than the warm-up is kept
+    warm-up  F F F   then  F B  F B ...   then  B B B        at most the warm-up and one more forward are kept
 
-    Of pp ranks and v stages a rank, rank p warms up with pp - 1 - p forwards (1f1b, Narayanan et al., 2021,
-    arXiv:2104.04473), with (v - 1) pp + 2 (pp - 1 - p) (interleaved) or (v - 1) pp + pp - 1 - p (zero-bubble, ZB1P of Qi et al.,
-    2023, arXiv:2401.10241). Zero-bubble takes the weights' gradients p backwards later, and keeps until then.
+    Forwards in the warm-up of rank p of pp ranks, with v stages per rank:
+
+    1f1b          pp - 1 - p                      Narayanan et al., 2021, arXiv:2104.04473
+    interleaved   (v - 1) pp + 2 (pp - 1 - p)     ibid.
+    zero-bubble   (v - 1) pp + pp - 1 - p         ZB1P of Qi et al., 2023, arXiv:2401.10241
+
+    Zero-bubble computes the weights' gradients p backwards later, and keeps the activations until then.
     """
     pp, micros = run.topology.pp, run.gradient_accumulation_steps
     if pp == 1:
@@ -95,15 +103,15 @@ def in_flight(run: RunShape, pp_rank: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """What the terms of a block are made of: see `Activations` for the letters."""
+    """The sizes from which the terms of a block are computed. `Activations` explains the letters."""
 
     run: RunShape
     slots: int
     tokens: int
     exchanged: tuple[int, int, int] | None
-    """Rows, query heads and KV heads that attention works on here, if heads are exchanged."""
+    """Rows, query heads and KV heads of attention on this rank after the exchange of heads; None without exchange."""
     staged: bool
-    """Whether attention works on a few heads at a time, and keeps nothing but the layer's input."""
+    """Whether attention runs on a few heads at a time (upipe), and keeps nothing but the layer's input."""
 
     @classmethod
     def of(cls, run: RunShape) -> "_Sizes":
@@ -143,7 +151,7 @@ class _Sizes:
         return self.run.heads
 
     def norm(self, rows: int, hidden_size: int) -> int:
-        """Kept by an RMSNorm over `rows` of `hidden_size`, its result apart."""
+        """Kept by an RMSNorm over `rows` rows of `hidden_size`, without its result."""
         return (
             rows * (hidden_size * self.a + self.w)
             if self.run.device_type == "cuda"
@@ -151,14 +159,14 @@ class _Sizes:
         )
 
     def kept(self, recompute: str) -> int:
-        """Of a block."""
+        """Kept per block with this `recompute`."""
         if recompute == "none":
             return self.block()
         entry = self.rows * self.model.hidden_size * self.a
         return entry if recompute == "full" else entry + self.results()
 
     def block(self) -> int:
-        """All that backward of a block needs."""
+        """Everything that backward of a block needs."""
         T, E = self.slots, self.model.hidden_size
         projected = T * E * self.a  # the gathered result of the first norm
         attention = (
@@ -175,36 +183,36 @@ class _Sizes:
         return self.norm(self.slots * sum(self.heads), self.model.head_dim) if self.model.qk_norm else 0
 
     def attended(self) -> int:
-        """q, k, v, out and lse of the rows and heads that attention works on here."""
+        """q, k, v, out and lse of the rows and heads of attention on this rank."""
         rows, query, kv = self.exchanged or (self.slots, *self.heads)
         return rows * (2 * (query + kv) * self.model.head_dim * self.a + query * self.w)
 
     def results(self) -> int:
-        """Of attention, what is not computed again: out and lse, and q, k, v, out of exchanged heads."""
+        """Attention's results, which recompute "block" keeps: out and lse, and q, k, v, out of exchanged heads."""
         out = self.slots * self.heads[0] * self.model.head_dim * self.a
         return out + (self.attended() if self.exchanged else self.slots * self.heads[0] * self.w)
 
     def dense(self) -> int:
-        """The gathered result of the second norm; gate, its silu, up, and their product."""
+        """A dense MLP: the gathered result of the second norm, then gate, silu(gate), up, and their product."""
         return self.slots * self.a * (self.model.hidden_size + 4 * self.model.intermediate_size // self.tp)
 
     def experts(self) -> int:
-        """Router, rows of tokens on their way through experts (spread evenly), their sum, and the shared expert."""
+        """An MoE layer with evenly loaded experts: router, routed rows, their sum, and the shared expert."""
         experts = self.model.experts
         assert experts is not None, "the configuration has one of intermediate_size and experts"
         R, E, a, w, top_k = self.rows, self.model.hidden_size, self.a, self.w, experts.top_k
         router = R * (E * w + (2 + experts.balance) * experts.num_experts * w + (top_k + 1) * w)
-        sorting = 2 * top_k * (self.run.topology.ep > 1)  # rows that came, by expert and back
+        sorting = 2 * top_k * (self.run.topology.ep > 1)  # received rows: sorted by expert, and back
         indices = R * (1 + INTEGER * (experts.num_experts + 2 * top_k + sorting + 1))
         routed = R * top_k * a * (E + 4 * experts.intermediate_size) + R * (top_k + 1) * E * a
         shared = 0
         if experts.shared_intermediate_size:
-            # Without TP its input is the router's, unless that was made wide.
+            # Without TP the input is shared with the router, unless the router's copy is wide.
             own = self.slots * E if self.tp > 1 or a < w else 0
             shared = a * (own + self.slots * 4 * experts.shared_intermediate_size // self.tp)
         return router + indices + routed + shared
 
 
 def peak_in_flight(history: Sequence[Sequence[int]], kept: Sequence[int]) -> tuple[int, int]:
-    """The most bytes that stages keep at once, and of how many micro-batches, if stage i keeps `kept[i]` of each."""
+    """Most bytes that stages keep at once, and the micro-batches in flight then; stage i keeps `kept[i]` of each."""
     return max((sum(n * size for n, size in zip(now, kept, strict=True)), sum(now)) for now in history)

@@ -1,8 +1,8 @@
-"""Chooses the route, and the inner degree, whose busiest rank is done first by a simple model of time.
+"""Choice of the route and inner degree whose slowest rank takes least time, by a simple model.
 
-    time = own tiles beside the first hop + tiles of the next stage beside its hop + ... + exchanges of heads, beside nothing
+    time = sum over stages of max(time of the stage's tiles, time of the hop sent meanwhile) + time of head exchanges
 
-Bytes, messages and tiles are the plan's own; `Costs` gives their times.
+Tiles, messages and bytes are those of the plan; `Costs` gives the time of each.
 """
 
 from collections.abc import Iterator
@@ -27,10 +27,9 @@ def choose_route(
     costs: Costs,
     comm_dtype: str | None = None,
 ) -> tuple[str, int | None, str]:
-    """Route, inner degree and the reason in one line. The same on all ranks: nothing but the arguments decides.
+    """Choose a route and its inner degree, and give the reason in one line. All ranks choose alike: no state is read.
 
-    Routes that gather everything or replace messages by collectives move no less than `exchange` and `ring`, and are not
-    tried.
+    Only routes marked as `candidate` are tried.
     """
     best: dict[str, tuple[float, str, int | None]] = {}
     for name, inner in _candidates(layout.ranks, heads):
@@ -39,7 +38,7 @@ def choose_route(
         seconds = _seconds(work, heads or (1, 1), ranks_per_node, costs, comm_dtype)
         if name not in best or seconds < best[name][0]:
             best[name] = seconds, name, inner
-    # The least time by a margin: of nearly equal ones the simplest, which comes first.
+    # Among routes within 2% of the least time take the first: candidates are listed from simple to complex.
     ranked = sorted(best.values(), key=lambda entry: entry[0])
     seconds, name, inner = next(entry for entry in best.values() if entry[0] <= 1.02 * ranked[0][0])
     others = ", ".join(f"{other} {_milliseconds(took)}" for took, other, _ in ranked if other != name)
@@ -53,7 +52,7 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _candidates(ranks: int, heads: tuple[int, int] | None) -> Iterator[tuple[str, int | None]]:
-    """The routes marked as candidates, with every inner degree that `ranks` and `heads` allow."""
+    """List the candidate routes, each with every inner degree that `ranks` and `heads` allow."""
     for name, route in ROUTES.items():
         if not route.candidate:
             continue
@@ -74,7 +73,7 @@ def _candidates(ranks: int, heads: tuple[int, int] | None) -> Iterator[tuple[str
 def _seconds(
     work: Work, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs, comm_dtype: str | None
 ) -> float:
-    """Of the slowest of a few ranks: the first, the middle, the last."""
+    """Estimate the seconds of the slowest of three ranks: the first, the middle, the last."""
     ranks = work.layout.ranks
     row = 2 * row_bytes(comm_dtype, costs.head_dim, costs.itemsize)
     some = {0, ranks // 2, ranks - 1}
@@ -82,7 +81,7 @@ def _seconds(
 
 
 def _rank_seconds(share: RankPlan, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs, row: int) -> float:
-    """`row` is the bytes of one KV head's keys and values of a token on the wire."""
+    """Estimate the seconds of one rank. `row` is the bytes in flight of one token's key and value for one KV head."""
     num_q, num_kv = (share.heads.num_query, share.heads.num_kv) if share.heads else heads
 
     def hop(transfers: tuple[Transfer, ...], weight: int) -> float:
@@ -112,7 +111,7 @@ def _compute(step: Step, num_q: int, costs: Costs) -> float:
 
 
 def _exchange_seconds(share: RankPlan, heads: HeadShare, ranks_per_node: int | None, costs: Costs, row: int) -> float:
-    """q, k, v there and out back, then d out there and dq, dk, dv back."""
+    """Estimate the seconds of the exchange of heads: q, k, v there and out back; dout there and dq, dk, dv back."""
     size = costs.head_dim * costs.itemsize
     there = heads.bytes_there(size, row) + heads.bytes_there(size, 0)
     sent = there + heads.bytes_back(size, 0) + heads.bytes_back(size, 2 * size)

@@ -1,5 +1,6 @@
-"""What a rank of a run holds, reckoned before there is one: its weights, their gradients and moments, its activations.
-No torch. The formulas are in docs/reference/memory.md.
+"""An estimate of the memory of each rank before the run starts: parameters, gradients, moments, activations. No torch.
+
+docs/reference/memory.md explains the formulas.
 """
 
 from collections.abc import Iterator
@@ -17,38 +18,38 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class StageBudget:
-    """What a rank of one place in the pipeline holds: bytes where nothing else is said.
+    """Memory of one pipeline rank, in bytes unless stated otherwise.
 
-    Of ranks alike but for their shards this is the first, which has most. All at once is more than is ever held, since
-    `head` is gone when blocks are computed again and most gradients come when most activations have left.
+    The estimate is for the first rank with this `pp_rank`, whose shards are largest. The parts never add up to `total`
+    at one time: `head` is freed before blocks are recomputed, and most gradients come after most activations are freed.
     """
 
     pp_rank: int
     first_rank: int
-    """Of those in this place, the rank this is reckoned for."""
+    """The global rank that the estimate is for."""
     layers: tuple[int, ...]
     num_parameters: int
-    """Elements here: of the layers and ends of its stages, after tp, ep and FSDP."""
+    """Elements of the rank's parameters after tp, ep and FSDP."""
     parameters: int
     gradients: int
     moments: int
     gathered: int
-    """Weights in use that FSDP2 has gathered: ends, the block at work and the next; in a pipeline all of the rank's stages.
-    0 for DDP."""
+    """Weights that FSDP2 has gathered: embedding, head, the current block and the next; in a pipeline all of the rank's
+    stages. 0 for DDP."""
     unreduced: int
-    """Gradients of whole weights on their way to their shards: of the ends and a block, or of all stages where several
-    micro-batches are summed first (`defer_reduction`). For DDP its buckets."""
+    """Gradients of whole weights before their reduction: embedding, head and a block; with `defer_reduction` and gradient
+    accumulation all of the rank's stages. For DDP, the buckets."""
     in_flight: int
-    """Micro-batches (times stages) whose activations are kept at once."""
+    """Most micro-batches (times stages) whose activations are kept at once."""
     activations: int
-    """Kept between forward and backward, at the longest row; of a block that is computed again, all; in a pipeline also
-    what stages hand each other."""
+    """Activations kept between forward and backward at the longest row, with all of one block that is recomputed. In a
+    pipeline also the hidden states sent and received between stages."""
     head: int
-    """Of the last stage: a chunk of logits and the wide gradient of the head's weight."""
+    """A chunk of logits and the wide gradient of the head's weight, on the last stage."""
 
     @property
     def total(self) -> int:
-        """All at once."""
+        """Sum of all parts."""
         held = (
             self.parameters,
             self.gradients,
@@ -63,7 +64,7 @@ class StageBudget:
 
 @dataclass(frozen=True)
 class AttentionBudget:
-    """Attention by one mask of the model, over the longest micro-batch."""
+    """Attention with one mask of the model, on the longest micro-batch."""
 
     mask: str
     layers: int
@@ -75,46 +76,47 @@ class AttentionBudget:
     ring_degree: int
     """Ranks among which rows travel."""
     bytes_sent: int
-    """By the rank that sends most, in forward and backward of one layer."""
+    """Bytes that the busiest rank sends in forward and backward of one layer."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The numbers of a run at its longest row: see `budget_of`."""
+    """The result of `budget_of`, at the longest row of the run."""
 
     topology: Topology
     global_batch: int
-    """Rows of a step."""
+    """Rows per optimizer step."""
     seq_len: int
     num_parameters: int
-    """Of the whole model."""
+    """Elements of the whole model."""
     micro_batches: int
-    """Of a step, on each rank."""
+    """Micro-batches per optimizer step on each rank."""
     slots: int
-    """Of a rank in a micro-batch: T."""
+    """T: slots of a rank in a micro-batch."""
     tokens: int
-    """Of the slots, those that hold a token, on the rank with most."""
+    """Slots that hold a token, on the rank with most."""
     block: int
     """Bytes of activations kept of one block and micro-batch."""
     attention: tuple[AttentionBudget, ...]
-    """One for each mask of the model."""
+    """One entry per mask of the model."""
     stages: tuple[StageBudget, ...]
-    """One for each place in the pipeline."""
+    """One entry per pipeline rank."""
 
     def record(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Convert to plain values, for JSON."""
         stages = [asdict(stage) | {"total": stage.total} for stage in self.stages]
         return asdict(self) | {"stages": stages}
 
 
 def budget_of(run: RunShape) -> Budget:
-    """What each rank of a run holds when its rows are the longest that the data can give.
+    """Estimate the memory of each pipeline rank when every row has the longest length in the data.
 
-    Parameters, gradients and moments are exact in elements (AdamW's counters of steps apart). Activations are those that
-    autograd keeps, in eager code, experts evenly loaded. Left out: temporaries of the operator at work and of the optimizer,
-    a route's rows in flight, ids and labels of micro-batches that wait, what the allocator, the libraries and Python take.
+    Parameters, gradients and moments are exact in elements, without AdamW's step counters. Activations are the tensors
+    that autograd keeps in eager code with evenly loaded experts. Not included: temporaries of operators and the
+    optimizer, KV rows in flight, ids and labels of waiting micro-batches, and the overhead of the allocator, libraries
+    and Python.
 
-    Raises `SpecError` for what no rank could carry out.
+    Raises `SpecError` for a run that cannot be planned.
     """
     kept, topology = activations_of(run), run.topology
     layout, plans = run.longest_plans
@@ -142,15 +144,15 @@ def _attention(run: RunShape, layout: Layout, name: str, plan: Plan) -> Attentio
 
 
 def num_parameters(model: ModelShape) -> int:
-    """Elements of all parameters; tied embeddings count once."""
+    """Count the elements of all parameters; tied embeddings count once."""
     return sum(prod(weight.shape) for weight in _weights(model, range(model.num_layers), tp=1, ep=1))
 
 
 def shard_sizes(run: RunShape, rank: int) -> dict[str, int]:
-    """Elements of each parameter that are on `rank`, by name: 0 where there are fewer rows than ranks to share them.
+    """Count the elements of each parameter on `rank`, by name.
 
-    TP and EP cut a dim into equal parts. FSDP2 cuts dim 0 of what is left over n ranks: the first ones take ceil(rows / n)
-    rows each, as `torch.chunk`, and the last ones fewer or none.
+    TP and EP cut a dim into equal parts. FSDP2 then cuts dim 0 over n ranks like `torch.chunk`: the first ranks take
+    ceil(rows / n) rows each, the last ranks fewer or none.
     """
     p = run.topology
     place = p.coordinates(rank)
@@ -167,7 +169,7 @@ def shard_sizes(run: RunShape, rank: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter as tp and ep leave it."""
+    """A parameter with its shape after tp and ep."""
 
     name: str
     shape: Shape
@@ -178,7 +180,7 @@ class _Weight:
 
     @property
     def unit(self) -> str:
-        """What FSDP2 gathers it with: its block, its block's experts, or all that is in no block."""
+        """Name of the FSDP2 unit: the parameter's block, the block's experts, or "" for parameters outside blocks."""
         if not self.name.startswith("layers."):
             return ""
         return ".".join(self.name.split(".")[:2]) + (".experts" if self.is_experts else "")
@@ -206,7 +208,7 @@ def _stage(run: RunShape, kept: Activations, pp_rank: int) -> StageBudget:
 
 
 def _whole(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
-    """Bytes of weights gathered, and of gradients not reduced yet."""
+    """Return the bytes of gathered weights, and of gradients not reduced yet."""
     narrow, wide = run.itemsize, run.wide_itemsize
     if run.wrapper == "ddp":
         return 0, elements * wide
@@ -219,7 +221,7 @@ def _whole(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
         units[f"layers.{layer}"] + units.get(f"layers.{layer}.experts", 0) for layers in parts for layer in layers
     ]
     everything = ends + total
-    # Pipelines gather no weights anew between micro-batches.
+    # Pipelines keep gathered weights between micro-batches.
     kept = run.topology.pp > 1 or run.schedule == "zero-bubble"
     gathered = everything if kept else ends + sum(sorted(blocks)[-2:])
     summed = run.gradient_accumulation_steps > 1 and run.defer_reduction
@@ -228,14 +230,14 @@ def _whole(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
 
 
 def _activations(run: RunShape, kept: Activations, parts: list[range], pp_rank: int) -> tuple[int, int, int]:
-    """Bytes kept at once, bytes at work in the loss, and micro-batches in flight."""
+    """Return the bytes kept at once, the bytes in use during the loss, and the micro-batches in flight."""
     ends = [(0 in layers, run.model.num_layers - 1 in layers) for layers in parts]
     sizes = [kept.stage(len(layers), first=first, last=last) for layers, (first, last) in zip(parts, ends, strict=True)]
     history = in_flight(run, pp_rank)
     most, flying = peak_in_flight(history, sizes)
     handed = 0
     if run.topology.pp > 1:
-        # Each stage receives hidden states and gradients into buffers of its own for every micro-batch, and keeps what it sent.
+        # A stage has receive buffers for hidden states and gradients of every micro-batch, and keeps what it sent.
         buffers = sum((not first) + (not last) for first, last in ends) * run.gradient_accumulation_steps
         sent, _ = peak_in_flight(history, [int(not last) for _, last in ends])
         handed = (buffers + sent) * kept.hidden
@@ -243,13 +245,13 @@ def _activations(run: RunShape, kept: Activations, parts: list[range], pp_rank: 
 
 
 def _rows(shape: Shape, ranks: int, index: int) -> int:
-    """Elements of a shape that rank `index` of `ranks` gets of its dim 0."""
+    """Count the elements of a shape on shard `index` of `ranks` along dim 0."""
     each = -(-shape[0] // ranks)
     return min(each, max(0, shape[0] - index * each)) * prod(shape[1:])
 
 
 def _weights(model: ModelShape, layers: range, tp: int, ep: int) -> Iterator[_Weight]:
-    """The parameters of a stage, in no order, as tp and ep leave them."""
+    """Yield the parameters of a stage, after tp and ep, in no particular order."""
     hidden_size = model.hidden_size
     first, last = 0 in layers, model.num_layers - 1 in layers
     if first or (last and model.tie_embeddings):

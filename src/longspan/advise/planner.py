@@ -1,8 +1,8 @@
-"""`Planner`: the one place that turns the masks of a micro-batch into a layout and a plan for each mask.
+"""`Planner` turns the masks of a micro-batch into a layout and a plan for each mask. No other code makes these choices.
 
-    masks -> layout (chosen for the masks if "balanced") -> route and inner degree (chosen if "auto") -> a plan for each mask
+    masks -> layout (chosen from the masks if "balanced") -> route, inner degree (chosen if "auto") -> a plan per mask
 
-The run, `pack`, `--dry-run` and `longspan plan` each hold a `Planner`, so that they agree on every choice.
+Training, `pack`, `--dry-run` and `longspan plan` each hold a `Planner`, so that they agree on every choice.
 """
 
 from collections.abc import Mapping
@@ -22,35 +22,35 @@ from longspan.plan.routes import inner_degree
 
 @dataclass(frozen=True)
 class Planner:
-    """The choices of a run that decide its layouts and plans. A plain value: no torch, no group.
+    """The options of a run that determine its layouts and plans. A plain value: no torch, no process group.
 
-    Raises `SpecError` when made, for what no sequence could be planned with.
+    The constructor raises `SpecError` for options that contradict each other.
     """
 
     ranks: int
     """Context-parallel degree."""
     layout: str = "zigzag"
-    """A name of `longspan.names.LAYOUTS`. "balanced" is chosen for the masks of each sequence."""
+    """A name in `longspan.names.LAYOUTS`. "balanced" depends on the masks of each micro-batch."""
     route: str = "ring"
-    """A name of `longspan.names.ROUTES`, or "auto" for the one that takes least time by `costs`."""
+    """A name in `longspan.names.ROUTES`, or "auto" for the route with the least estimated time by `costs`."""
     heads: tuple[int, int] | None = None
-    """Query heads and KV heads on one rank, after tensor parallelism. Routes that move heads need them."""
+    """(query heads, KV heads) on one rank, after tensor parallelism. Routes that move heads need it."""
     inner: int | None = None
-    """Inner degree of a route of two levels. Default: as many ranks as KV heads and a node allow."""
+    """Inner degree of a two-level route. Default: as many ranks as KV heads and a node allow."""
     comm_dtype: str | None = None
-    """Type in which keys and values travel, "bf16" or "fp8". Default: the type they have."""
+    """Communication dtype of keys and values, "bf16" or "fp8". Default: the tensors' dtype."""
     pad_to_multiple_of: int | None = None
-    """Pads each rank's local length to a multiple with padding slots."""
+    """Pads each rank's local length to a multiple of this number with padding slots."""
     tp: int = 1
-    """Tensor-parallel degree. Only errors name it."""
+    """Tensor-parallel degree, only used in errors."""
     ranks_per_node: int | None = None
     """Neighbouring ranks of the CP group that share a node. Default: all."""
     costs: Costs = field(default_factory=Costs)
-    """Costs by which "auto" ranks routes."""
+    """Costs by which "auto" compares routes."""
     layers: Mapping[str, int] = field(default_factory=dict)
-    """Number of layers that use the mask of each name: weights of the masks for "balanced". Default: 1 each."""
+    """Mask name -> number of layers that use the mask, its weight in "balanced". Default: 1 each."""
     min_split_tokens: int = 0
-    """"balanced" splits no document shorter than this, though token counts then differ. See `Costs.min_split_tokens`."""
+    """"balanced" splits no document shorter than this, even if token counts then differ. See `Costs.min_split_tokens`."""
 
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
@@ -60,11 +60,11 @@ class Planner:
         if self.layout != BALANCED and self.min_split_tokens:
             raise SpecError(
                 f"min_split_tokens={self.min_split_tokens} is for layout {BALANCED!r}, not {self.layout!r}",
-                hint=f'set layout="{BALANCED}", or leave it out',
+                hint=f'set layout="{BALANCED}", or leave min_split_tokens out',
             )
         if self.route == AUTO and self.inner is not None:
             raise SpecError(
-                f"inner={self.inner} is for a route of two levels; {AUTO!r} chooses", hint="leave inner out"
+                f"inner={self.inner} does not apply to route {AUTO!r}, which chooses it", hint="leave inner out"
             )
         check_comm_dtype(self.comm_dtype)
         object.__setattr__(self, "layers", {name: whole(f"layers of {name!r}", n) for name, n in self.layers.items()})
@@ -80,9 +80,10 @@ class Planner:
         heads: tuple[int, int] | None,
         **others: Any,
     ) -> "Planner":
-        """A planner with the costs of the file `measured` (typical costs if None), for tensors of this head dim and itemsize.
+        """Make a planner with the costs in the file `measured`, for tensors of this `head_dim` and `itemsize`.
 
-        With measured costs, "balanced" keeps documents whole that are too short for a cut to pay.
+        Default `measured`: the typical costs of `Costs`. With measured costs, "balanced" keeps documents whole that are
+        too short for a split to save time.
         """
         costs = Costs() if measured is None else Costs.load(measured)
         costs = costs.model_copy(update={"head_dim": head_dim, "itemsize": itemsize})
@@ -91,22 +92,22 @@ class Planner:
         return cls(layout=layout, heads=heads, costs=costs, min_split_tokens=least, **others)
 
     def check(self) -> Plan:
-        """The plan of a sequence of one token per rank. Raises `SpecError` for what every sequence would be refused for."""
+        """Plan a sequence of one token per rank. Raises `SpecError` for options that no sequence could be planned with."""
         name = next(iter(self.layers), "full")
         return self.plans({name: Mask.causal(self.ranks)})[1][name]
 
     def plans(self, masks: Mapping[str, Mask], slots: int | None = None) -> tuple[Layout, dict[str, Plan]]:
-        """The layout of a micro-batch with these masks, and the plan of each mask. `slots` fixes the local length."""
+        """Make the layout of a micro-batch, and a plan for each of its masks. `slots` fixes the local length."""
         layout = self.layout_of(masks, slots)
         return layout, {name: self.plan(layout, mask) for name, mask in masks.items()}
 
     def layout_of(self, masks: Mapping[str, Mask], slots: int | None = None) -> Layout:
-        """The layout of a micro-batch with these masks."""
+        """Make the layout of a micro-batch with these masks."""
         seq_len = next(iter(masks.values())).seq_len
         if self.layers and (unknown := [name for name in masks if self.layers.get(name, 0) < 1]):
             raise SpecError(
                 f"layers={self.layers} gives no layer to mask {', '.join(map(repr, unknown))}",
-                hint="say for each mask of a sequence how many layers use it, or leave layers out",
+                hint="give the number of layers that use each mask, or leave layers out",
             )
         if slots is None:
             slots = slots_of(seq_len, self.ranks, self.pad_to_multiple_of)
@@ -116,7 +117,7 @@ class Planner:
         )  # fmt: skip
 
     def plan(self, layout: Layout, mask: Mask) -> Plan:
-        """The plan of one mask over a layout."""
+        """Make the plan of one mask over a layout."""
         route, inner, reason = self.route, self.inner, ""
         if route == AUTO:
             route, inner, reason = choose_route(

@@ -1,4 +1,4 @@
-"""A run as plain records: what its memory and traffic are worked out from, before there is a model or a process."""
+"""The sizes of a run as plain records, for estimates of memory and traffic before any model or process exists."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,39 +14,39 @@ from longspan.topology import ModelShape, Topology
 
 @dataclass(frozen=True)
 class RunShape:
-    """The sizes of a run that decide what each rank holds and sends in a step."""
+    """The sizes of a run that determine what each rank holds and sends in a step."""
 
     model: ModelShape
     topology: Topology
     planner: Planner
-    """Its `layers` name every mask of the model."""
+    """The planner; its `layers` must name every mask of the model."""
     seq_len: int
-    """Most tokens of a row."""
+    """Most tokens in a row."""
     micro_batch_size: int
-    """Rows of a micro-batch."""
+    """Rows in a micro-batch."""
     gradient_accumulation_steps: int
     dtype: str = "fp32"
     sp: bool = True
-    """Whether norms, residuals and dropout work on 1/tp of a rank's tokens."""
+    """Sequence parallelism: norms, residuals and dropout run on 1/tp of a rank's tokens."""
     recompute: Literal["none", "block", "full"] = "none"
     dropout: bool = False
     wrapper: Literal["fsdp", "ddp"] = "fsdp"
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     defer_reduction: bool = True
-    """Whether gradients are summed over ranks once a step, rather than after each micro-batch."""
+    """Whether gradients are reduced once per optimizer step, rather than after each micro-batch."""
     device_type: str = "cpu"
     loss_chunk: int = 1024
-    """Tokens whose logits are made at a time."""
+    """Tokens whose logits are computed at a time."""
 
     @property
     def longest(self) -> tuple[int, ...]:
-        """Document lengths of the micro-batch with most visible pairs that the data can give: each row one document."""
+        """Document lengths of the micro-batch with most visible pairs: every row is one document of `seq_len` tokens."""
         return (self.seq_len,) * self.micro_batch_size
 
     @cached_property
     def longest_plans(self) -> tuple[Layout, Mapping[str, Plan]]:
-        """Layout and plans of the micro-batch that `longest` describes."""
+        """Layout and plans of the micro-batch `longest`."""
         names = self.planner.layers or {"full": 1}
         return self.planner.plans({name: Mask.documents(self.longest, window=window_of(name)) for name in names})
 
@@ -57,26 +57,26 @@ class RunShape:
 
     @property
     def wide_itemsize(self) -> int:
-        """Bytes of what is at least fp32: sums, norms, parameters, moments."""
+        """Bytes of an element that is kept in at least fp32: sums, norms, parameters, moments."""
         return max(4, self.itemsize)
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query and KV heads of one rank."""
+        """(query heads, KV heads) on one rank, after TP."""
         return self.model.num_heads // self.topology.tp, self.model.num_kv_heads // self.topology.tp
 
     @property
     def stages(self) -> list[range]:
-        """The layers of every pipeline stage, in order."""
+        """Layers of every pipeline stage, in order."""
         return stage_layers(self.model.num_layers, self.topology.pp * self.stages_per_rank)
 
     def stages_of(self, pp_rank: int) -> list[range]:
-        """The layers of the stages that one rank of the pipeline holds."""
+        """List the layers of the stages that one pipeline rank holds."""
         return self.stages[pp_rank :: self.topology.pp]
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """The layers of every stage, in order. If they do not divide evenly, the first stages have one more."""
+    """Split layers into stages, in order. If they do not divide evenly, the first stages have one more."""
     each, more = divmod(num_layers, num_stages)
     starts = [stage * each + min(stage, more) for stage in range(num_stages + 1)]
     return [range(*edges) for edges in pairwise(starts)]

@@ -1,6 +1,6 @@
-"""What a step sends over each axis by formula, in elements per rank: what `benchmarks.census` counts. No torch.
+"""Traffic of an optimizer step over each axis by formula, in elements per rank, as `benchmarks.census` counts. No torch.
 
-docs/reference/traffic.md states and explains the same formulas.
+docs/reference/traffic.md explains the formulas.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,23 +12,25 @@ from longspan.topology import Topology
 
 Shape = tuple[int, ...]
 Volumes = dict[tuple[str, str], Fraction]
-"""(axis, kind of call) -> elements that a rank sends."""
+"""(axis, collective) -> elements that a rank sends."""
 
 AGREEMENT_BYTES = 546
-"""That a rank gives when ranks compare what they were given: two digests and room for the text of an error."""
+"""Bytes that a rank contributes when ranks compare their inputs: two digests, and space for an error message."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """A step as one rank sees it.
+    """The sizes of an optimizer step on one rank.
 
-    slots: T of each micro-batch, the slots of its CP shard. layers: those on this rank, dense, or with `num_experts` experts,
-    none of them shared; balance: with a balance loss over the batch. first, last: whether embedding and head are here.
-
-    units: for each FSDP2 unit over `shard` the shapes of its parameters as tp leaves them, blocks first, the root last;
-    expert_units the same over `edp`, as ep leaves them. parts: elements of the weights whose gradient on a rank of tp is a part:
-    norms and router under SP, QK-norms always. tied: elements of a tied embedding on this rank.
-    deferred: gradients are summed once a step, not after each micro-batch; in a pipeline they always are.
+    slots: T of each micro-batch, the slots of the CP shard.
+    layers: number of layers on this rank. They are dense, or have `num_experts` experts and no shared expert.
+    balance: whether there is a load-balancing loss over the batch.
+    first, last: whether this rank has the embedding and the head.
+    units: shapes after tp of the parameters of each FSDP2 unit over `shard`, blocks first, the root last.
+    expert_units: shapes after ep of the parameters of each FSDP2 unit over `edp`.
+    parts: elements of weights whose gradient is partial on a TP rank: norms and router under SP, QK-norms always.
+    tied: elements of a tied embedding on this rank.
+    deferred: whether gradients are reduced once per step, not after each micro-batch. In a pipeline they always are.
     """
 
     topology: Topology
@@ -48,8 +50,11 @@ class StepShape:
 
 
 def step_volumes(step: StepShape) -> Volumes:
-    """Everything but what depends on a plan, a router or a schedule: attention (`Plan.bytes`), rows of experts (`expert_rows`)
-    and hidden states between stages (`hidden_elements`). Of a run without recomputation, and of a pipeline in the order 1F1B."""
+    """Compute all traffic that does not depend on a plan, a router or a schedule.
+
+    Not included: attention (`Plan.bytes`), routed rows (`expert_rows`) and hidden states between stages
+    (`hidden_elements`). Assumes no recomputation, and the 1F1B schedule in a pipeline.
+    """
     total: Volumes = {}
     for part in (_tensor, _shards, _experts, _scalars):
         for axis, kind, elements in part(step):
@@ -59,23 +64,25 @@ def step_volumes(step: StepShape) -> Volumes:
 
 
 def layer_pass(slots: int, hidden_size: int, tp: int) -> Fraction:
-    """`4 T E (tp - 1) / tp`: a dense layer over tp, forward; backward the same. Two all-gathers and two reduce-scatters of
-    shards of the sequence, or two all-reduces."""
+    """TP elements of a dense layer in forward, and again in backward: `4 T E (tp - 1) / tp`.
+
+    With SP two all-gathers and two reduce-scatters of sequence shards, else two all-reduces.
+    """
     return Fraction(4 * slots * hidden_size * (tp - 1), tp)
 
 
 def ulysses(seq_len: int, hidden_size: int, kv_width: int, degree: int) -> Fraction:
-    """`2 S (d + d_kv) (P - 1) / P^2` of one forward, where P divides the KV heads and the sequence."""
+    """Ulysses elements of one forward: `2 S (d + d_kv) (P - 1) / P^2`, if P divides the KV heads and the sequence."""
     return Fraction(2 * seq_len * (hidden_size + kv_width) * (degree - 1), degree**2)
 
 
 def shard_elements(shapes: Iterable[Shape], ranks: int) -> int:
-    """A rank's part of an FSDP2 unit: each parameter is cut along its first dim, in parts as long as the longest."""
+    """Elements of a rank's shard of an FSDP2 unit: each parameter is cut along dim 0 and padded to the longest shard."""
     return sum(-(-shape[0] // ranks) * prod(shape[1:]) for shape in shapes)
 
 
 def expert_rows(counts: Sequence[Sequence[int]], rank: int) -> int:
-    """Rows that `rank` of ep sends in one forward of a layer, there and back; `counts[r][x]` are those of rank r for expert x."""
+    """Rows that `rank` of ep sends in one forward of a layer, there and back; rank r has `counts[r][x]` for expert x."""
     ranks, each = len(counts), len(counts[0]) // len(counts)
     own = range(rank * each, (rank + 1) * each)
     away = sum(count for expert, count in enumerate(counts[rank]) if expert not in own)
@@ -84,7 +91,7 @@ def expert_rows(counts: Sequence[Sequence[int]], rank: int) -> int:
 
 
 def hidden_elements(step: StepShape, slots: int) -> int:
-    """`T E`, or under SP `T E / tp`: what a stage sends to the next in forward, and back in backward, of a micro-batch."""
+    """Elements that a stage sends on in forward, and back in backward, per micro-batch: `T E`, or `T E / tp` with SP."""
     return slots * step.hidden_size // (step.topology.tp if step.sp else 1)
 
 
@@ -93,7 +100,7 @@ Part = Iterator[tuple[str, str, Fraction]]
 
 def _tensor(step: StepShape) -> Part:
     tp, tokens = step.topology.tp, sum(step.slots)
-    # Of attention and of a dense MLP, forward and backward; of the embedding and the head, one each.
+    # Attention and a dense MLP have two passes each, forward and backward; the embedding and the head have one each.
     passes = 2 * step.layers * (1 if step.num_experts else 2) + step.first + step.last
     hidden = Fraction(tokens * step.hidden_size * (tp - 1), tp)
     yield "tp", "all-gather", Fraction(2 * tokens * (tp - 1) * step.last)
@@ -110,8 +117,8 @@ def _shards(step: StepShape) -> Part:
     shards = t.degree("shard")
     *blocks, root = (shard_elements(unit, shards) for unit in step.units)
     experts = sum(shard_elements(unit, t.edp) for unit in step.expert_units)
-    # A block gives its weights back after forward and after backward, the root after backward; in a pipeline no unit does after
-    # backward but the last: of 1F1B a micro-batch then finds them either in forward or in backward, but for one.
+    # A block frees its gathered weights after forward and after backward, the root after backward. In a pipeline, units
+    # free them after forward and after the last backward alone: with 1F1B all micro-batches but one gather them once.
     times, of_root = (2 * micros, micros) if t.pp == 1 else (micros + 1, 1)
     yield "shard", "all-gather", Fraction((shards - 1) * (times * sum(blocks) + of_root * root))
     owned = _sums(step) * (sum(blocks) + root)
@@ -123,12 +130,12 @@ def _shards(step: StepShape) -> Part:
 
 
 def _sums(step: StepShape) -> int:
-    """How often a step sums gradients over ranks."""
+    """Number of gradient reductions per step."""
     return 1 if step.deferred or step.topology.pp > 1 else len(step.slots)
 
 
 def _experts(step: StepShape) -> Part:
-    """How many rows come, to each rank; with a balance loss, how many rows each expert got from all ranks with tokens."""
+    """Counts of routed rows for each expert; with a load-balancing loss also their sums over all ranks with tokens."""
     t, calls = step.topology, step.layers * len(step.slots)
     yield "ep", "all-to-all", Fraction(calls * step.num_experts * (t.ep - 1), t.ep)
     if step.balance:
@@ -137,24 +144,26 @@ def _experts(step: StepShape) -> Part:
 
 
 def _scalars(step: StepShape) -> Part:
-    """Two counts over dp; loss, norm and balance loss over the world; over cp what ranks compare, before a micro-batch and in
-    each attention call (on CUDA: in the first of a kind)."""
+    """Small messages: two counts over dp; loss, norm and load-balancing loss over the world; input checks over cp.
+
+    CP ranks compare before each micro-batch and in each attention call (on CUDA, in the first call of a kind).
+    """
     t = step.topology
     yield "dp", "all-reduce", Fraction(2 * 2 * (t.dp - 1), t.dp)
     everyone = product_axis(t, "tp", "dp", "cp", "pp")
     yield everyone, "all-reduce", Fraction(2 * (2 + step.balance) * (t.world - 1), t.world)
     yield "cp", "all-gather", Fraction((t.cp - 1) * AGREEMENT_BYTES * len(step.slots) * (1 + step.layers))
     if step.first != step.last:
-        yield "pp", "all-reduce", Fraction(step.tied)  # of two ranks: the first and the last stage's
+        yield "pp", "all-reduce", Fraction(step.tied)  # between the first and the last stage
 
 
 def product_axis(topology: Topology, *axes: str) -> str:
-    """What a product is called: by the axes of it that have several ranks; "world" for several that make all ranks."""
+    """Name a product by its axes with several ranks; "world" for several axes that cover all ranks."""
     several = [axis for axis in axes if topology.degree(axis) > 1]
     name = "-".join(several)
     return "world" if len(several) > 1 and topology.degree(name) == topology.world else name
 
 
 def ranks_of(topology: Topology, axis: str) -> int:
-    """Ranks of an axis, of a product or of the world; 1 for a product of nothing."""
+    """Number of ranks of an axis, a product or the world; 1 for an empty product."""
     return topology.world if axis == "world" else topology.degree(axis) if axis else 1

@@ -1,4 +1,4 @@
-"""Layouts, masks and routes, made into plans; counts of their work and traffic. No torch."""
+"""Layouts, masks, routes, and the plans made from them, with counts of work and traffic. No torch."""
 
 from longspan.plan.comm_dtype import check_comm_dtype
 from longspan.plan.head_shares import HeadShare, HeadStage, Place, head_stages

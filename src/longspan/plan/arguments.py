@@ -1,4 +1,4 @@
-"""Arguments that must be whole numbers or ranks: said so by value, never rounded."""
+"""Checks of integer arguments. The errors name the value; nothing is rounded."""
 
 from operator import index
 from typing import Any
@@ -7,14 +7,14 @@ from longspan.errors import SpecError
 
 
 def check_rank(rank: int, ranks: int) -> int:
-    """`rank` itself if it is one of `ranks`, else an error."""
+    """Return `rank`. Raises `SpecError` unless `0 <= rank < ranks`."""
     if not 0 <= rank < ranks:
         raise SpecError(f"rank {rank} is not one of the {ranks} ranks 0..{ranks - 1}")
     return rank
 
 
 def whole(name: str, value: Any) -> int:
-    """`value` as an int if it is a whole number by type, else an error: 8.7 tokens are not rounded."""
+    """Return `value` as an int. Raises `SpecError` unless its type is an integer type."""
     try:
         return index(value)
     except TypeError:

@@ -1,12 +1,12 @@
-"""The balanced layout: spans chosen from the masks, so that ranks have equal tokens, nearly equal pairs, and few foreign rows.
+"""The balanced layout: spans chosen from the masks for equal tokens, nearly equal visible pairs, and few rows to move.
 
     a long document, causal    # # # # # # # # # # # #      its last tokens see the most keys
-    short ones                 .. ... .. ... .. .           see little, each stays whole
-    rank 0                     .. ... ..        # # #       takes from the top until it has its share of the pairs
-    rank 1                     ... .. .   # # # #           likewise, of what is left; short ones make up its tokens
+    short documents            .. ... .. ... .. .           see few keys; each stays whole
+    rank 0                     .. ... ..        # # #       takes from the top up to its share of the pairs
+    rank 1                     ... .. .   # # # #           takes from the rest; short documents fill up its tokens
 
-Ranks pour in turn, each its share of the tokens and pairs that are left. Where the top is too dense and nothing sparse is
-left, a rank takes some of the top and some of the bottom of a document: one alone comes out as zigzag.
+Ranks are filled in turn, each up to its share of the remaining tokens and pairs. If the top is too dense and no sparse
+tokens are left, a rank takes some of the top and some of the bottom of a document; a single document becomes zigzag.
 """
 
 import heapq
@@ -19,23 +19,18 @@ from longspan.plan.density import Density
 
 Array = np.ndarray
 Run = tuple[int, int]
-"""Tokens, start and stop."""
+"""A run of tokens `(start, stop)`."""
 
 _SHORT = 0.25
-"""Documents of up to this part of a shard are dealt whole, and are a fluid of mean density while the others are poured."""
+"""Documents up to this fraction of a shard are dealt whole; before that they count as a "fluid" of mean density."""
 _SLACK = 0.001
-"""A document that brings a rank this much over its share of the pairs is still taken whole."""
+"""Relative excess over a rank's share of the pairs up to which the top of a document is still taken undiluted."""
 _EVEN = 0.01
-"""Ranks are evened out until none has more pairs than this above the mean."""
+"""Tolerance of `_even_out`: no rank's pairs exceed the mean by more than this fraction."""
 
 
 def balanced_spans(density: Density, ranks: int, slots: int | None = None, min_split_tokens: int = 0) -> Array:
-    """Spans `(n, 3)` of owner, start, stop, sorted by owner and start.
-
-    Token counts differ by one at most, but where documents shorter than `min_split_tokens` would be cut for that, or
-    short ones for
-    which `slots` leave room (up to 1% above the mean), or where all have one length and ranks get four or more of them.
-    """
+    """Choose spans `(n, 3)`: owner, start, stop, sorted by owner and start. Token counts as in `Layout.balanced`."""
     size, longer = divmod(density.seq_len, ranks)
     share = [size + (rank < longer) for rank in range(ranks)]
     documents = density.pieces
@@ -52,7 +47,7 @@ def balanced_spans(density: Density, ranks: int, slots: int | None = None, min_s
     holes = _Pouring(density, share, longs, fluid=shorts).holes
     dealt, rest = _deal(shorts, holes, share, slots, min_split_tokens)
     pouring = _Pouring(density, share, longs + rest, dealt)
-    for longer_than in (limit, min_split_tokens - 1):  # a short document is cut only where the long ones do not do
+    for longer_than in (limit, min_split_tokens - 1):  # cut short documents only if long ones do not suffice
         _even_out(density, pouring.taken, pouring.pairs, longer_than)
     return _joined(pouring.taken)
 
@@ -60,13 +55,13 @@ def balanced_spans(density: Density, ranks: int, slots: int | None = None, min_s
 def _deal(
     shorts: Sequence[Run], holes: Sequence[int], share: Sequence[int], slots: int | None, min_split_tokens: int
 ) -> tuple[list[list[Run]], list[Run]]:
-    """Whole documents, longest first, each into the largest hole, and those that fit none where most room is left.
+    """Deal whole documents to ranks: longest first, each into the largest hole, else to the rank with most room.
 
-    Also returns the rest, which has to be cut.
+    Returns the documents of each rank, and the rest, which has to be cut.
     """
 
     def spare(rank: int, length: int) -> float:
-        """Tokens that a rank may have beyond its share, so that a document of that length stays whole."""
+        """Tokens that a rank may take beyond its share, to keep a document of `length` tokens whole."""
         if length < min_split_tokens:
             return length if slots is None else slots - share[rank]
         return 0 if slots is None else min(slots - share[rank], _EVEN * share[rank])
@@ -98,9 +93,9 @@ def _deal(
 
 
 class _Pouring:
-    """Documents to ranks, one rank after the other.
+    """Distribute documents to ranks, one rank after the other.
 
-    `taken` are the runs of each rank, `pairs` what their queries see, `holes` the tokens of `fluid` that it would hold besides.
+    Results by rank: `taken` is the runs, `pairs` their visible pairs, `holes` the tokens left for documents in `fluid`.
     """
 
     def __init__(
@@ -113,7 +108,7 @@ class _Pouring:
     ) -> None:
         ranks = len(share)
         self._between = density.between
-        # The densest last token first; of equals the longest.
+        # Sorted by the keys that the last token sees, then by length, both descending.
         self._whole = sorted((-density.between(stop - 1, stop), start - stop, start, stop) for start, stop in documents)
         self._cut: list[Run] = []
         self._fluid = sum(stop - start for start, stop in fluid)
@@ -141,7 +136,7 @@ class _Pouring:
         self._take_fluid(self._tokens)
 
     def _pop_densest(self) -> Run:
-        """The document whose last tokens, as many as the rank lacks, see most."""
+        """Remove and return the document whose last tokens see most, counting as many tokens as the rank lacks."""
         index = max(range(len(self._cut)), key=lambda i: self._top(*self._cut[i], self._tokens), default=None)
         if self._whole:
             start, stop = self._whole[0][2:]
@@ -152,7 +147,7 @@ class _Pouring:
         return self._cut.pop(index)
 
     def _pour(self, start: int, stop: int) -> None:
-        """Take the tokens that the rank lacks: from the top, and as many from the bottom as the top is too dense for."""
+        """Take the tokens that the rank lacks from the top of a document, and from the bottom if the top is too dense."""
         tokens = min(self._tokens, stop - start)
         between = self._between
 
@@ -169,7 +164,7 @@ class _Pouring:
         self._put_back(start + tokens - top, stop - top)
 
     def _dilute(self, start: int, stop: int) -> None:
-        """Take tokens that see little, while the top of the document at hand still suffices for the pairs that are lacking."""
+        """Take tokens that see few keys, while the top of `start..stop` still has the pairs that the rank lacks."""
         index = 0
         while index < len(self._whole) and self._tokens > 0:
             _, length, first, last = self._whole[index]
@@ -184,13 +179,13 @@ class _Pouring:
             self._take_fluid(
                 _least(lambda n: -self._top(start, stop, self._tokens - n) - n * self._thin, most, -self._pairs)
             )
-        # A document that is denser than the average cannot do with its own bottom: that runs out before its top does.
+        # The bottom of a document denser than the mean does not offset its top: it runs out first.
         while self._tokens > 0 and self._top(start, stop, self._tokens) > self._pairs:
             if self._between(start, stop) <= self._mean * (stop - start) or not self._take_sparse(start, stop):
                 break
 
     def _take_sparse(self, start: int, stop: int) -> bool:
-        """Take from the bottom of the sparsest document, if one is sparser than the average; rather one that is cut."""
+        """Take from the bottom of the sparsest document, if sparser than the mean; documents already cut come first."""
         mean = {run: self._between(*run) / (run[1] - run[0]) for run in self._cut}
         run = min(mean, key=mean.__getitem__, default=None)
         if run is not None and mean[run] < self._mean:
@@ -232,9 +227,9 @@ class _Pouring:
 
 
 def _even_out(density: Density, taken: list[list[Run]], pairs: list[int], longer_than: float) -> None:
-    """Let the rank with most pairs swap a dense end for a sparse beginning of the one with fewest, until they are even.
+    """Swap a dense end on the rank with most pairs for a sparse beginning on the rank with fewest, until all are even.
 
-    Runs up to `longer_than` tokens stay as they are.
+    Only runs longer than `longer_than` tokens are cut.
     """
     mean = sum(pairs) / sum(map(bool, taken))
     if max(pairs) <= (1 + _EVEN) * mean:
@@ -263,13 +258,13 @@ def _even_out(density: Density, taken: list[list[Run]], pairs: list[int], longer
 
 
 def _best_for(dense: Run, runs: Sequence[Run], between: Callable[[int, int], int]) -> Run:
-    """Of `runs` the one whose beginning promises most in a swap with the end of `dense`: its tokens by what the first moves."""
+    """Choose the run whose beginning gains most in a swap with the end of `dense`: tokens times the first token's gain."""
     tokens, most = dense[1] - dense[0], between(dense[1] - 1, dense[1])
     return max(runs, key=lambda run: min(tokens, run[1] - run[0]) * (most - between(run[0], run[0] + 1)))
 
 
 class _Swap(NamedTuple):
-    """Tokens at the end of one run for as many at the beginning of another: what it moves."""
+    """A swap of tokens at the end of `dense` for as many at the beginning of `sparse`."""
 
     between: Callable[[int, int], int]
     dense: Run
@@ -277,7 +272,7 @@ class _Swap(NamedTuple):
 
     @property
     def most(self) -> int:
-        """As many as the ones at the end see more than those they go for: `gain` rises up to here."""
+        """Number of tokens up to which `gain` rises: beyond, the two tokens swapped see equally many keys or fewer."""
         between, end, begin = self.between, self.dense[1], self.sparse[0]
         room = min(end - self.dense[0], self.sparse[1] - begin)
         return _least(lambda n: between(begin + n, begin + n + 1) - between(end - n - 1, end - n), room, 0)
@@ -293,7 +288,7 @@ def _replace(runs: list[Run], run: Run, *parts: Run) -> None:
 
 
 def _joined(taken: Sequence[Sequence[Run]]) -> Array:
-    """Spans of all ranks in the order of the sequence, touching ones joined."""
+    """Collect the spans `(n, 3)` of all ranks, each rank's in sequence order, with touching runs joined."""
     owner = np.repeat(np.arange(len(taken)), [len(runs) for runs in taken])
     runs = np.array([run for runs in taken for run in runs], dtype=np.int64).reshape(-1, 2)
     order = np.lexsort((runs[:, 0], owner))
@@ -304,7 +299,7 @@ def _joined(taken: Sequence[Sequence[Run]]) -> Array:
 
 
 def _least(value: Callable[[int], float], most: int, target: float) -> int:
-    """The least `n` of `0..most` with `value(n) >= target`, `most` if there is none; `value` rises."""
+    """Bisect for the least `n` in `0..most` with `value(n) >= target`, else `most`. `value` does not fall."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The algebra of bands: trim, count and merge many of them at once.
+"""The algebra of bands: trim, count and merge many bands at once.
 
 A band is six integers `(q0, q1, k0, k1, lo, hi)`: query `i` sees key `j` iff `q0 <= i < q1`, `k0 <= j < k1`,
 `lo <= i - j <= hi`. Bands come as int64 arrays `(n, 6)`. A tile is a band in local numbers, so all of this serves both.
@@ -12,17 +12,17 @@ A band is six integers `(q0, q1, k0, k1, lo, hi)`: query `i` sees key `j` iff `q
 import numpy as np
 
 Array = np.ndarray
-"""int64 array; shapes are given where it is used."""
+"""An int64 array; docstrings give the shapes."""
 
 UNBOUNDED = 1 << 60
-"""Stands for an absent `lo` (negated) or `hi` until `trim` has replaced it."""
+"""Value of an absent `hi`, negated of an absent `lo`, until `trim` replaces it."""
 
 
 def trim(bands: Array) -> tuple[Array, Array]:
-    """Shrink bands `(n, 6)` to the rows and columns that matter; drop the empty ones. Returns them and their indices.
+    """Shrink bands `(n, 6)` to the rows and columns with a pair, drop empty bands. Returns the rest and their indices.
 
-    Row `i` sees keys `i - hi .. i - lo`, so rows outside `[k0 + lo, k1 + hi)` see nothing; columns likewise.
-    One pass is enough: no row that is left loses a key when the columns shrink.
+    Row `i` sees keys `i - hi .. i - lo`, so rows outside `[k0 + lo, k1 + hi)` see nothing; the same holds for columns.
+    One pass suffices: no remaining row loses a key when the columns shrink.
     """
     q0, q1, k0, k1, lo, hi = bands.T
     q0, q1 = np.maximum(q0, k0 + lo), np.minimum(q1, k1 + hi)
@@ -33,24 +33,24 @@ def trim(bands: Array) -> tuple[Array, Array]:
 
 
 def area(bands: Array) -> Array:
-    """Pairs in each band `(n, 6)`, in closed form: int64 `(n,)`."""
+    """Count the pairs in each band `(n, 6)`, in closed form: int64 `(n,)`."""
     q0, q1, k0, k1, lo, hi = bands.T
     num_q, num_k, shift = q1 - q0, k1 - k0, q0 - k0
     return _pairs_up_to(hi - shift, num_q, num_k) - _pairs_up_to(lo - shift - 1, num_q, num_k)
 
 
 def tile_area(tile: tuple[int, int, int, int, int, int]) -> int:
-    """Pairs in one band, for where there is only one."""
+    """Count the pairs in one band."""
     return int(area(np.array([tile], dtype=np.int64))[0])
 
 
 def blocks(bands: Array, size: int = 128) -> Array:
-    """Blocks of `size x size`, laid from each band's corner (q0, k0), that hold a pair: int64 `(n,)`, of trimmed bands `(n, 6)`.
+    """Count the blocks of `size x size` with a pair, laid from each trimmed band's corner (q0, k0): int64 `(n,)`.
 
-    # . . .      size 2: block (1, 0) is full, (0, 0) and (1, 1) are cut, (0, 1) holds nothing: 3 blocks
+    # . . .      size 2: block (1, 0) is full, (0, 0) and (1, 1) are partial, (0, 1) is empty: 3 blocks
     # # . .
     # # # .      Blocks `(a, b)` with a pair are a band themselves: `floor(lo / size) <= a - b <= ceil(hi / size)`. The last
-    # # # #      ones may be cut short by the range; that every row and column has a pair makes up for it.
+    # # # #      blocks may be partial; the count is exact, because every row and column of a trimmed band has a pair.
     """
     q0, q1, k0, k1, lo, hi = bands.T
     shift, first = q0 - k0, np.zeros_like(q0)
@@ -59,10 +59,10 @@ def blocks(bands: Array, size: int = 128) -> Array:
 
 
 def merge(tiles: Array, group: Array) -> tuple[Array, Array]:
-    """Join trimmed, disjoint tiles `(n, 6)` of the same group `(n,)` where the union is itself one band.
+    """Join trimmed, disjoint tiles `(n, 6)` of the same group `(n,)` whose union is one band.
 
-    Two tiles are one iff the band around both (hull of the ranges, widest diagonals) holds no other pair, that is, iff its
-    area is the sum of theirs. Neighbours are tried first along the keys, then along the queries, until nothing changes:
+    Two tiles are joined iff the band around both (hull of the ranges, widest diagonals) holds no other pair, that is,
+    iff its area is the sum of theirs. Neighbours are tried along the keys, then along the queries, until none join:
 
         [causal .     ]        zigzag's own step: a causal tile, a rectangle below it
         [full   causal]   ->   and a causal tile are one causal tile
@@ -77,21 +77,21 @@ def merge(tiles: Array, group: Array) -> tuple[Array, Array]:
 
 
 def overlaps(starts: Array, stops: Array, sorted_starts: Array, sorted_stops: Array) -> tuple[Array, Array]:
-    """All pairs (interval, span) that share a token; spans are disjoint and sorted. Returns two index arrays."""
+    """Find all pairs (interval, span) that share a token; spans are disjoint and sorted. Returns two index arrays."""
     first = np.searchsorted(sorted_stops, starts, side="right")
     count = np.maximum(np.searchsorted(sorted_starts, stops, side="left") - first, 0)
     return expand(first, count)
 
 
 def expand(first: Array, count: Array) -> tuple[Array, Array]:
-    """Row `n` repeated `count[n]` times, beside the numbers `first[n], first[n] + 1, ...`."""
+    """Repeat each row number `n` `count[n]` times, and pair the copies with `first[n], first[n] + 1, ...`."""
     index = np.repeat(np.arange(len(count)), count)
     within = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
     return index, first[index] + within
 
 
 def first_overlap(bands: Array) -> tuple[int, int] | None:
-    """Indices of two trimmed bands `(n, 6)` that share a pair, or None."""
+    """Find two trimmed bands `(n, 6)` that share a pair: their indices, or None."""
     order = np.lexsort((bands[:, 2], bands[:, 0]))
     sorted_bands = bands[order]
     later_stop = np.searchsorted(sorted_bands[:, 0], sorted_bands[:, 1], side="left")
@@ -106,12 +106,12 @@ def first_overlap(bands: Array) -> tuple[int, int] | None:
 
 
 def _pairs_up_to(bound: Array, num_q: Array, num_k: Array) -> Array:
-    """Pairs of a `num_q x num_k` rectangle with `i - j <= bound`."""
+    """Count the pairs of a `num_q x num_k` rectangle with `i - j <= bound`."""
     return num_q * num_k - _excess(bound, num_q) + _excess(bound + num_k, num_q)
 
 
 def _excess(bound: Array, num_q: Array) -> Array:
-    """Sum of `max(0, i - bound)` over `i < num_q`."""
+    """Sum `max(0, i - bound)` over `i < num_q`."""
     return _triangle(num_q - 1 - bound) - _triangle(-1 - bound)
 
 
@@ -121,7 +121,7 @@ def _triangle(n: Array) -> Array:
 
 
 def _join_neighbours(tiles: Array, group: Array) -> tuple[Array, Array]:
-    """Join each tile with its successor where both are one band; a run of joinable tiles shrinks by half a pass."""
+    """Join each tile with its successor if their union is one band; each pass halves a run of joinable tiles."""
     while len(tiles) > 1:
         a, b = tiles[:-1], tiles[1:]
         hull = np.stack([(np.maximum if c in (1, 3, 5) else np.minimum)(a[:, c], b[:, c]) for c in range(6)], axis=1)
@@ -129,7 +129,7 @@ def _join_neighbours(tiles: Array, group: Array) -> tuple[Array, Array]:
         fits = (group[:-1] == group[1:]) & (area(hull) == sizes[:-1] + sizes[1:])
         if not fits.any():
             break
-        # In a run of fitting neighbours take every other pair, so that no tile is used twice.
+        # In a run of joinable tiles take every other pair, so that no tile is used twice.
         index = np.arange(len(fits))
         run_start = np.maximum.accumulate(np.where(fits, -1, index))
         chosen = fits & ((index - run_start) % 2 == 1)

@@ -1,20 +1,20 @@
-"""What a key or value row weighs on the wire.
+"""Bytes of a key or value row in flight, by communication dtype.
 
-none   the tensors' own type
+none   the tensors' own dtype
 bf16   2 bytes an element
-fp8    an e4m3 byte an element, and for every 32 of a head's elements one byte of common exponent (the MXFP8 format of the
-       OCP Microscaling Formats specification 1.0): a row stands by itself, however rows are cut, packed and passed on
+fp8    1 byte (e4m3) an element, and 1 byte of shared exponent for every 32 elements of a head: MXFP8 of the OCP
+       Microscaling Formats specification 1.0. No block spans two rows, so rows can be cut and forwarded freely.
 """
 
 from longspan.errors import SpecError
 from longspan.names import COMM_DTYPES
 
 FP8_BLOCK = 32
-"""Elements of a head's row that share an exponent."""
+"""Elements that share an exponent."""
 
 
 def check_comm_dtype(name: str | None) -> str | None:
-    """`name` if it is None or a type that rows can travel in, else an error."""
+    """Return `name`. Raises `SpecError` unless it is None or a communication dtype."""
     if name is not None and name not in COMM_DTYPES:
         raise SpecError(
             f"comm_dtype {name!r} is not known",
@@ -24,7 +24,7 @@ def check_comm_dtype(name: str | None) -> str | None:
 
 
 def row_bytes(comm_dtype: str | None, dim: int, itemsize: int) -> int:
-    """Bytes of one head's row of `dim` elements on the wire, whose own elements have `itemsize` bytes."""
+    """Bytes in flight of one row of one head: `dim` elements of `itemsize` bytes each before conversion."""
     if comm_dtype is None:
         return dim * itemsize
     return dim * 2 if comm_dtype == "bf16" else dim - (-dim // FP8_BLOCK)

@@ -1,7 +1,9 @@
-"""Cut bands over global tokens by a layout: into the tiles of one rank, and into runs of keys with the ranks that need them.
+"""Cut bands over global tokens by a layout: into the tiles of one rank, or into runs of keys and the ranks that need them.
 
-Spans of step 1 are found by bisection. Under stripes (one span `(rank, S, P)` each) token `i = r + P a` of rank `r` and key
-`j = s + P b` of rank `s` obey `lo <= i - j <= hi` iff `ceil((lo - (r - s)) / P) <= a - b <= floor((hi - (r - s)) / P)`.
+Spans of step 1 are found by bisection. With stripes (one span `(rank, S, P)` each), query `i = r + P a` of rank `r` and
+key `j = s + P b` of rank `s` satisfy `lo <= i - j <= hi` iff
+
+    ceil((lo - (r - s)) / P) <= a - b <= floor((hi - (r - s)) / P)
 """
 
 from dataclasses import dataclass
@@ -16,9 +18,9 @@ Array = np.ndarray
 
 
 def tiles_of(layout: Layout, mask: Mask, rank: int) -> tuple[Array, Array]:
-    """Trimmed tiles `(n, 6)` over query slots of `rank` and key slots of their source, and that source rank `(n,)`.
+    """Return the tiles `(n, 6)` of `rank`, over its query slots and the source's key slots, and the sources `(n,)`.
 
-    Tiles of one source are merged where the union is one tile, and sorted by source, query, key.
+    Tiles are trimmed, merged if the union is one tile, and sorted by source, query, key.
     """
     tiles, source = algebra.merge(*_cut(layout, mask.array, rank, _QUERIES))
     order = np.lexsort((tiles[:, 2], tiles[:, 0], source))
@@ -26,19 +28,19 @@ def tiles_of(layout: Layout, mask: Mask, rank: int) -> tuple[Array, Array]:
 
 
 def rows_for(layout: Layout, mask: Mask, rank: int) -> Array:
-    """Runs of slots of `rank` that other ranks' queries see: int64 `(n, 3)`, needing rank, start, stop; sorted, disjoint."""
+    """Runs of slots on `rank` that other ranks' queries see: int64 `(n, 3)`, that rank, start, stop; sorted, disjoint."""
     tiles, other = _cut(layout, mask.array, rank, _KEYS)
     return _union(other[other != rank], tiles[other != rank])
 
 
 def rows_from(layout: Layout, mask: Mask, rank: int) -> Array:
-    """Runs of other ranks' slots that queries of `rank` see: int64 `(n, 3)`, holding rank, start, stop; sorted, disjoint."""
+    """Runs of other ranks' slots that queries of `rank` see: int64 `(n, 3)`, that rank, start, stop; sorted, disjoint."""
     tiles, other = _cut(layout, mask.array, rank, _QUERIES)
     return _union(other[other != rank], tiles[other != rank])
 
 
 def area_by_rank(layout: Layout, mask: Mask) -> Array:
-    """Visible pairs of each rank's queries: int64 `(ranks,)`, without cutting the keys."""
+    """Visible pairs of each rank's queries: int64 `(ranks,)`. Cuts the queries alone, not the keys."""
     totals = np.zeros(layout.ranks, dtype=np.int64)
     if layout.step > 1:
         for rank in range(layout.ranks):
@@ -54,7 +56,7 @@ def area_by_rank(layout: Layout, mask: Mask) -> Array:
 class Demand:
     """Runs of key slots that other ranks need: disjoint, sorted by (source, start), all arrays int64 `(n,)`.
 
-    `near` and `far` are the least and the greatest distance `(needing rank - source) mod ranks`, at least 1.
+    `near` and `far` are the distances `(rank - source) mod ranks` to the nearest and farthest rank that needs the run.
     """
 
     source: Array
@@ -65,26 +67,26 @@ class Demand:
 
 
 def demand_of(layout: Layout, mask: Mask) -> Demand:
-    """Which rows leave their rank, and how far round the ring the nearest and the farthest rank that needs them is."""
+    """Find the rows that leave their rank, and the distances to the nearest and farthest rank that needs them."""
     cut = _demand_of_stripes if layout.step > 1 else _demand_of_spans
     source, start, stop, near, far = cut(layout, mask.array)
     needed = far > 0
     return _flatten(source[needed], start[needed], stop[needed], near[needed], far[needed])
 
 
-# Tiles. One side of a band, the queries or the keys, is cut by the spans of one rank, then the other by all spans.
+# Tiles. One side of a band (queries or keys) is cut by the spans of one rank, then the other side by all spans.
 
 _QUERIES, _KEYS = 0, 2
-"""The column of a band at which a side begins."""
+"""The first column of each side of a band."""
 
 
 def _cut(layout: Layout, bands: Array, rank: int, side: int) -> tuple[Array, Array]:
-    """Tiles over local slots whose `side` is on `rank`, and the rank of their other side."""
+    """Return the tiles whose `side` is on `rank`, over local slots, and the rank of each tile's other side."""
     return (_cut_stripes if layout.step > 1 else _cut_spans)(layout, bands, rank, side)
 
 
 def _clip(bands: Array, side: int, starts: Array, stops: Array) -> tuple[Array, Array, Array]:
-    """Clip a side of bands by disjoint sorted spans: trimmed pieces, and the indices of their band and span."""
+    """Clip one side of bands by disjoint, sorted spans: trimmed pieces, and the indices of their band and span."""
     band, span = algebra.overlaps(bands[:, side], bands[:, side + 1], starts, stops)
     pieces = bands[band]
     pieces[:, side] = np.maximum(pieces[:, side], starts[span])
@@ -133,27 +135,27 @@ def _cut_stripes(layout: Layout, bands: Array, rank: int, side: int) -> tuple[Ar
 
 
 def _renumber(tiles: Array, side: int, shift: Array, other_shift: Array) -> None:
-    """Shift both sides of tiles to other numbers, in place."""
+    """Shift the numbers of both sides of tiles, in place."""
     q_shift, k_shift = (shift, other_shift) if side == _QUERIES else (other_shift, shift)
     for column, by in enumerate((q_shift, q_shift, k_shift, k_shift, q_shift - k_shift, q_shift - k_shift)):
         tiles[:, column] += by
 
 
 def _union(rank: Array, tiles: Array) -> Array:
-    """The keys of tiles, by rank, as disjoint runs that do not touch: int64 `(n, 3)`."""
+    """Unite the keys of each rank's tiles into disjoint runs that do not touch: int64 `(n, 3)`, rank, start, stop."""
     if not len(tiles):
         return np.empty((0, 3), dtype=np.int64)
     stride = int(tiles[:, 3].max()) + 1
     order = np.argsort(rank * stride + tiles[:, 2], kind="stable")
     rank, start, stop = rank[order], tiles[order, 2], tiles[order, 3]
-    reach = np.maximum.accumulate(rank * stride + stop)  # runs of one rank never reach into the next one's numbers
+    reach = np.maximum.accumulate(rank * stride + stop)  # runs of one rank never reach the next rank's numbers
     begins = np.concatenate(([True], (rank * stride + start)[1:] > reach[:-1])) | _changes(rank)
     last = np.append(np.flatnonzero(begins)[1:] - 1, -1)
     return np.stack((rank[begins], start[begins], reach[last] - rank[last] * stride), axis=1)
 
 
 def _changes(x: Array) -> Array:
-    """Where an array differs from its predecessor, the first place included."""
+    """Whether each element differs from the one before; True for the first."""
     return np.concatenate(([True], x[1:] != x[:-1]))
 
 
@@ -161,7 +163,7 @@ def _ceil(a: Array, b: int) -> Array:
     return -(-a // b)
 
 
-# Demand: key `j` of a band is seen by the queries `max(q0, j + lo) .. min(q1 - 1, j + hi)`, an interval that slides with `j`.
+# Demand. Key `j` of a band is seen by the queries `max(q0, j + lo) .. min(q1 - 1, j + hi)`: an interval that moves with `j`.
 
 
 def _demand_of_spans(layout: Layout, bands: Array) -> tuple[Array, ...]:
@@ -204,9 +206,9 @@ def _cut_where_spans_change(pieces: Array, start: Array) -> tuple[Array, Array]:
 
 
 def _distances(owner: Array, first: Array, last: Array, source: Array, ranks: int) -> tuple[Array, Array]:
-    """Nearest and farthest distance from `source` to an owner of spans `first..last`, 0 where all are `source` itself.
+    """Nearest and farthest distance from `source` to the owners of spans `first..last`; 0 if `source` owns all.
 
-    Spans whose owners count up or down by one form a run (zigzag has two), and a run's owners are an interval.
+    Spans whose owners count up or down by one form a run, whose owners are an interval. Zigzag has two runs.
     """
     change = np.diff(owner)
     run = np.concatenate(([0], np.cumsum(_starts_run(change))))
@@ -224,13 +226,13 @@ def _distances(owner: Array, first: Array, last: Array, source: Array, ranks: in
 
 
 def _starts_run(change: Array) -> Array:
-    """Where a new run of owners begins: steps other than +1 or -1, or a turn. A turn of a turn is a run of its own."""
+    """Whether a new run of owners begins: the step is not +1 or -1, or differs from the step before."""
     steady = np.abs(change) == 1
     return ~steady | np.concatenate(([False], steady[:-1] & (change[1:] != change[:-1])))
 
 
 def _spread(first: Array, length: Array, ranks: int) -> tuple[Array, Array]:
-    """Least and greatest of the distances `first, first + 1, ... (mod ranks)`, `length` of them, leaving out 0; 0 if none."""
+    """Least and greatest nonzero of the `length` distances `first, first + 1, ... (mod ranks)`; 0 if there is none."""
     last = first + np.minimum(length, ranks) - 1
     far = np.where(last >= ranks, ranks - 1, last)
     near = np.where((first == 0) | (last > ranks), np.minimum(1, far), first)
@@ -242,8 +244,8 @@ def _demand_of_stripes(layout: Layout, bands: Array) -> tuple[Array, ...]:
     band, key = algebra.expand(bands[:, 2], np.minimum(step, bands[:, 3] - bands[:, 2]))
     stripe = key % step
     q0, q1, k0, k1, lo, hi = bands[band].T
-    # The ends of the interval stand still or slide; between these keys its first stripe and min(length, step) are fixed,
-    # but for keys seen by fewer than `step` queries, of which a stripe has at most one.
+    # The ends of the query interval are fixed or slide with the key. Between these edges the interval's first stripe
+    # and min(length, step) are constant, except for keys seen by fewer than `step` queries: at most one per stripe.
     edges = np.stack((k0, k1, q0 - lo, q1 - 1 - hi, q1 - lo - step + 1, q0 + step - 1 - hi), axis=1)
     slots = np.sort(_ceil(np.clip(edges, k0[:, None], k1[:, None]) - stripe[:, None], step), axis=1)
     start, stop = slots[:, :-1].ravel(), slots[:, 1:].ravel()
@@ -252,7 +254,7 @@ def _demand_of_stripes(layout: Layout, bands: Array) -> tuple[Array, ...]:
     stripe, q0, q1, lo, hi = stripe[index], q0[index], q1[index], lo[index], hi[index]
     key = stripe + step * start
     first_query, last_query = np.maximum(q0, key + lo), np.minimum(q1 - 1, key + hi)
-    # An interval of stripes (round the corner) is one of ranks, each of which holds `width` stripes side by side.
+    # An interval of stripes (mod step) is an interval of ranks (mod ranks): a rank holds `width` neighbouring stripes.
     width = step // layout.ranks
     first, length = first_query % step, np.minimum(last_query - first_query + 1, step)
     owners = (first % width + length - 1) // width + 1
@@ -263,7 +265,7 @@ def _demand_of_stripes(layout: Layout, bands: Array) -> tuple[Array, ...]:
 
 
 def _flatten(source: Array, start: Array, stop: Array, near: Array, far: Array) -> Demand:
-    """Make runs disjoint: a row in several bands has the least `near` and the greatest `far` of them."""
+    """Make runs disjoint: a row in several runs gets the least `near` and the greatest `far` of them."""
     if not len(source):
         return Demand(source, start, stop, near, far)
     stride = int(stop.max()) + 1

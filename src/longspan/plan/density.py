@@ -1,8 +1,8 @@
-"""How many keys each query sees, summed up to any token, in closed form: what a cut of the token axis costs.
+"""Visible pairs of any range of queries, in closed form: the cost of a cut of the token axis.
 
-Along the queries a band's count of keys is a few straight pieces; so is the sum of many bands, between common breakpoints.
+Along the queries, the number of keys in a band is piecewise linear; so is the sum over many bands.
 
-causal, 5 tokens   1 2 3 4 5        window 3   1 2 3 3 3        up to token 3   6
+keys per query     causal, 5 tokens   1 2 3 4 5        window 3   1 2 3 3 3        sum before token 3   6
 """
 
 from bisect import bisect_left, bisect_right
@@ -17,7 +17,7 @@ Array = np.ndarray
 
 
 class Density:
-    """Visible pairs of the queries before a token, over one or several masks, each taken `weight` times."""
+    """Visible pairs by range of queries, summed over pairs (mask, weight)."""
 
     def __init__(self, masks: Sequence[tuple[Mask, int]]) -> None:
         self.masks = masks
@@ -27,7 +27,8 @@ class Density:
         q0, q1, k0, k1, lo, hi = bands.T
         first = np.minimum(k1 - 1, q0 - lo) - np.maximum(k0, q0 - hi) + 1
         last = np.minimum(k1 - 1, q1 - 1 - lo) - np.maximum(k0, q1 - 1 - hi) + 1
-        # A row sees one key more than the row above it until its last key is `k1 - 1`; one less once its first is beyond `k0`.
+        # Each row sees one key more than the row above until its last key is `k1 - 1`, and one fewer once its first key
+        # is beyond `k0`.
         full = np.clip(k1 - 1 + lo, q0, q1 - 1) + 1
         leaving = np.minimum(np.maximum(k0 + hi, q0) + 1, q1)
         at = np.concatenate(([0], q0, q1, q0 + 1, full, leaving, q1))
@@ -46,7 +47,7 @@ class Density:
         self._arrays = edges, value, slope, sums
         self._lists = tuple(array.tolist() for array in self._arrays)
         self.before = cache(self._before)
-        """Pairs of all queries before a token. The same edges are asked for again and again."""
+        """Pairs of all queries before a token; cached, because `balance` evaluates the same edges repeatedly."""
 
     def _before(self, token: int) -> int:
         edges, value, slope, sums = self._lists
@@ -55,11 +56,11 @@ class Density:
         return sums[index] + n * value[index] + n * (n - 1) // 2 * slope[index]
 
     def between(self, start: int, stop: int) -> int:
-        """Pairs of the queries `start` to `stop`."""
+        """Pairs of the queries `start..stop`."""
         return self.before(stop) - self.before(start)
 
     def within(self, runs: Sequence[tuple[int, int]]) -> int:
-        """Pairs of the queries of all these runs."""
+        """Pairs of the queries in all `runs`."""
         edges, value, slope, sums = self._arrays
         tokens = np.array(runs, dtype=np.int64).reshape(-1, 2)
         index = np.searchsorted(edges, tokens, side="right") - 1
@@ -68,7 +69,7 @@ class Density:
         return int((before[:, 1] - before[:, 0]).sum())
 
     def rising(self, runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-        """These runs, cut where a query sees fewer keys than the one before it: between answers to one prompt, for instance."""
+        """Cut `runs` where a query sees fewer keys than the query before, such as between responses to one prompt."""
         if not self._falls:
             return list(runs)
         parts: list[tuple[int, int]] = []
@@ -79,7 +80,7 @@ class Density:
 
     @cached_property
     def _falls(self) -> list[int]:
-        """Where keys in sight become fewer by a jump within a piece, in order."""
+        """Tokens inside a piece at which the number of visible keys drops, ascending."""
         edges, value, slope, _ = self._arrays
         last = value[:-1] + slope[:-1] * (np.diff(edges) - 1)
         falls = edges[1:][value[1:] < last + np.minimum(np.minimum(slope[:-1], slope[1:]), 0)]
@@ -91,7 +92,7 @@ class Density:
 
     @cached_property
     def pieces(self) -> Array:
-        """Runs of tokens that no band joins to others, int64 `(n, 2)`, start and stop, in order: documents, for instance."""
+        """Runs of tokens that no band connects, such as documents: int64 `(n, 2)`, start and stop, ascending."""
         bands = np.concatenate([mask.array for mask, _ in self.masks])
         start, stop = np.minimum(bands[:, 0], bands[:, 2]), np.maximum(bands[:, 1], bands[:, 3])
         order = np.argsort(start, kind="stable")

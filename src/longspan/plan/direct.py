@@ -1,8 +1,10 @@
-"""Routes on which rows go straight from the rank that holds them to those that want them, and their gradients straight back.
+"""The `exchange` and `allgather` routes: rows go straight from their owner to the ranks that need them, gradients back.
 
-distance   0      1       2, 3         4 .. 7           from rank - distance
-exchange   own    few rows of few ranks at a time       exactly the rows that the rank's queries see
-allgather  own    everything at once                    every row of every rank
+stage      0          1           2           3                 rows that arrive
+exchange   own shard  distance 1  2, 3        4 .. 7            exactly the rows that the rank's queries see
+allgather  own shard  all others                                every row of every rank
+
+The source at distance d is rank - d.
 """
 
 from collections.abc import Sequence
@@ -19,14 +21,14 @@ from longspan.plan.ring import in_step, renumber
 from longspan.plan.steps import Means, Runs, Stage, Step, Tile, Transfer
 
 _MOST_SOURCES = 4
-"""Sources of one stage of an exchange, at most: bounds the rows in flight, while stages stay few."""
+"""Most sources of one stage of an exchange: bounds the rows in flight, while stages stay few."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The `exchange` route: no row moves that the receiver does not need, and none arrives twice.
+    """The `exchange` route: a rank receives exactly the rows that its queries see, each row once.
 
-    The nearest source comes alone, under the own tiles; later stages hold more of them, each under the tiles of the one before.
+    Each stage is received while the stage before is computed. After the own shard, stages have 1, 2, 4, 4, ... sources.
     """
 
     layout: Layout
@@ -35,7 +37,7 @@ class Exchange:
     means: ClassVar[Means] = "messages"
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
-        """The stages of `rank`; on a mask that needs no exchange there is only the own one."""
+        """Make the stages of `rank`: only the own shard's if the mask needs no exchange."""
         wanted = by_rank(rows_from(self.layout, self.mask, rank), self.layout.ranks)
         given = by_rank(rows_for(self.layout, self.mask, rank), self.layout.ranks)
         return direct_stages(self.layout, self.mask, rank, wanted, given, _distances(self.layout.ranks))
@@ -43,7 +45,10 @@ class Exchange:
 
 @dataclass(frozen=True)
 class AllGather:
-    """The `allgather` route: every rank gets every row, unless no query sees a foreign key; gradients are reduce-scattered."""
+    """The `allgather` route: every rank receives every row, and gradients are reduce-scattered.
+
+    No row moves if no query sees another rank's keys.
+    """
 
     layout: Layout
     mask: Mask
@@ -51,7 +56,7 @@ class AllGather:
     means: ClassVar[Means] = "messages"
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
-        """The own shard, then all others."""
+        """Make the stages of `rank`: the own shard, then all others."""
         ranks, counts = self.layout.ranks, self.layout.counts.tolist()
         whole: list[Runs] = [((0, count),) if count and self._needed else () for count in counts]
         wanted = [() if source == rank else runs for source, runs in enumerate(whole)]
@@ -71,7 +76,10 @@ def direct_stages(
     given: Sequence[Runs],
     groups: Sequence[Sequence[int]],
 ) -> tuple[Stage, ...]:
-    """The own shard, then a stage for each group of distances: rows `wanted` from `rank - d`, rows `given` to `rank + d`."""
+    """Make the own shard's stage, then one stage per group of distances.
+
+    At distance `d` a rank receives the runs `wanted[rank - d]` and sends the runs `given[rank + d]`.
+    """
     ranks = layout.ranks
     tiles, source = tiles_of(layout, mask, rank)
     bounds = np.searchsorted(source, np.arange(ranks + 1)).tolist()
@@ -89,7 +97,7 @@ def direct_stages(
         peers = [(rank + d) % ranks for d in group]
         holders = [(rank - d) % ranks for d in group]
         sends = tuple(Transfer(peer, given[peer]) for peer in peers if given[peer])
-        # What a stage needs leaves while the one before it is computed. Its gradients come home after it.
+        # Rows of this stage are sent while the stage before is computed; their gradients return after this stage.
         stages[-1] = replace(stages[-1], sends=sends)
         steps = tuple(step(holder) for holder in holders if wanted[holder])
         stages.append(Stage(steps, home_recvs=sends, number=len(stages)))
@@ -97,14 +105,14 @@ def direct_stages(
 
 
 def by_rank(runs: np.ndarray, ranks: int) -> list[Runs]:
-    """Rows `(rank, start, stop)`, sorted by rank, as the runs of each rank."""
+    """Split rows `(rank, start, stop)`, sorted by rank, into the runs of each rank."""
     bounds = np.searchsorted(runs[:, 0], np.arange(ranks + 1)).tolist()
     pairs = [(start, stop) for _, start, stop in runs.tolist()]
     return [tuple(pairs[bounds[rank] : bounds[rank + 1]]) for rank in range(ranks)]
 
 
 def _distances(ranks: int) -> list[range]:
-    """Distances 1, 2 to 3, 4 to 7, 8 to 11, ..., four at a time from there on."""
+    """Group the distances: 1, 2..3, 4..7, 8..11, ..., at most four per group."""
     groups, start = [], 1
     while start < ranks:
         stop = min(start + min(start, _MOST_SOURCES), ranks)

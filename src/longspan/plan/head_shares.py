@@ -1,12 +1,13 @@
-"""The exchange of heads: a group of ranks turns shards of the sequence into shards of the heads, and back.
+"""The exchange of heads (Ulysses): a group of ranks turns sequence shards into head shards, and back.
 
-    4 ranks, 8 query heads, 2 KV heads          member     0    1    2    3
-    before   all heads of a quarter of the rows  query     01   23   45   67
-    after    all rows of two query heads          KV       0    0    1    1
+    4 ranks, 8 query heads, 2 KV heads                   member         0    1    2    3
+    before   all heads of a quarter of the rows          query heads    01   23   45   67
+    after    all rows of two query heads                 KV heads       0    0    1    1
 
-Members take runs of query heads, all equally long, and the KV heads these need. No way to deal the heads out sends fewer KV
-heads: KV heads and members form a graph, a part of it that hangs together holds whole shares of both, so there are at most
-`gcd(KV heads, members)` such parts and at least `KV heads + members - gcd` edges; runs have just as many.
+Each member takes a run of equally many query heads, and the KV heads that they need. No other assignment sends fewer KV
+heads. Proof: let an edge join a KV head to each member that needs it. A connected part of this graph holds complete
+shares of both, so there are at most `gcd(KV heads, members)` parts, and at least `KV heads + members - gcd` edges. Runs
+have exactly that many.
 """
 
 from dataclasses import dataclass, replace
@@ -17,12 +18,12 @@ from longspan.errors import SpecError
 from longspan.plan.layout import Layout
 
 Heads = tuple[int, int]
-"""A run of heads: start, stop."""
+"""A run of heads `(start, stop)`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Rows `start..stop` of a member's shard lie at `first, first + step, ...` in the order in which attention runs."""
+    """Rows `start..stop` of a member's shard become rows `first, first + step, ...` of the merged shard."""
 
     start: int
     stop: int
@@ -32,11 +33,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class HeadShare:
-    """One member's part in an exchange of heads. Tuples run over the members, in their order.
+    """One member's share of an exchange of heads. Tuples have one entry per member.
 
-    `members` are ranks of the CP group and `member` is this one; `query` and `kv` the heads each works on, `tokens` the rows
-    each holds, `places` where these come to lie among all rows. `blocks` are runs of this member's query and KV heads,
-    counted from its first, within which every KV head serves the same number of query heads.
+    members: ranks of the CP group. member: index of this rank among them.
+    query, kv: the heads that each member attends with.
+    tokens, places: how many rows each member holds, and where these go in the merged shard.
+    blocks: runs of this member's (query heads, KV heads), counted from its first head. Within a run every KV head
+    serves the same number of query heads.
     """
 
     members: tuple[int, ...]
@@ -49,46 +52,46 @@ class HeadShare:
 
     @property
     def num_query(self) -> int:
-        """Query heads of this member."""
+        """Number of query heads of this member."""
         start, stop = self.query[self.member]
         return stop - start
 
     @property
     def num_kv(self) -> int:
-        """KV heads of this member."""
+        """Number of KV heads of this member."""
         start, stop = self.kv[self.member]
         return stop - start
 
     @property
     def rows(self) -> int:
-        """Rows of all members."""
+        """Number of rows of all members."""
         return sum(self.tokens)
 
     @property
     def replicates(self) -> bool:
-        """Whether a KV head has gone to two members, so that its gradient is a sum over them."""
+        """Whether some KV head is on two members, whose gradients then have to be summed."""
         return any(a[1] > b[0] for a, b in zip(self.kv, self.kv[1:], strict=False))
 
     def bytes_there(self, query: int, kv: int) -> int:
-        """Bytes sent to the others so that heads come together, a row weighing so much a query head and a KV head."""
+        """Bytes sent to turn sequence shards into head shards; `query` and `kv` are bytes per head and row."""
         return self.tokens[self.member] * sum(
             query * (self.query[m][1] - self.query[m][0]) + kv * (self.kv[m][1] - self.kv[m][0]) for m in self.others
         )
 
     def bytes_back(self, query: int, kv: int) -> int:
-        """Bytes sent to the others so that rows come together again."""
+        """Bytes sent to turn head shards into sequence shards; `query` and `kv` are bytes per head and row."""
         return sum(self.tokens[m] for m in self.others) * (query * self.num_query + kv * self.num_kv)
 
     @property
     def others(self) -> list[int]:
-        """The members but this one."""
+        """All members except this one."""
         return [member for member in range(len(self.members)) if member != self.member]
 
 
 def share_heads(
     heads: tuple[int, int], layout: Layout, places: tuple[tuple[Place, ...], ...], members: tuple[int, ...], rank: int
 ) -> HeadShare:
-    """The part of `rank` in the exchange among `members`; `places` are theirs, see `places_of`."""
+    """Make the share of `rank` in an exchange among `members`; `places` holds `places_of` for each member."""
     num_q, num_kv = heads
     degree, group = len(members), num_q // num_kv
     size = num_q // degree
@@ -108,9 +111,10 @@ def share_heads(
 
 @dataclass(frozen=True)
 class HeadStage:
-    """Some heads of every member, worked on together. Heads are numbers of the layer's; `share` numbers these few.
+    """One stage of Untied Ulysses: some heads of every member. `query` and `kv` are the layer's head numbers.
 
-    `new_kv`: the KV heads differ from those of the stage before, and have to be made and exchanged.
+    `share` numbers the stage's heads from 0. `new_kv`: whether the KV heads differ from the stage before, and therefore
+    have to be projected and exchanged.
     """
 
     query: tuple[int, ...]
@@ -120,9 +124,10 @@ class HeadStage:
 
 
 def head_stages(whole: HeadShare, heads_per_stage: int | None) -> tuple[HeadStage, ...]:
-    """Cut an exchange of all heads into stages of `heads_per_stage` query heads (None: the least), as many of each member.
+    """Cut an exchange of all heads into stages of `heads_per_stage` query heads, equally many per member. Default: least.
 
-    A KV head is exchanged once: stages that share one follow each other, and raise `SpecError` where it would lie across.
+    Every KV head is exchanged once: from each stage to the next, either all members keep their KV heads or all change
+    them. Raises `SpecError` for a `heads_per_stage` that does not allow this.
     """
     degree, size, group = len(whole.members), whole.num_query, whole.query[-1][1] // whole.kv[-1][1]
     fits = [n for n in range(1, size + 1) if size % n == 0 and _shares_kv(whole, n, group)]
@@ -131,7 +136,8 @@ def head_stages(whole: HeadShare, heads_per_stage: int | None) -> tuple[HeadStag
     if heads_per_stage % degree or per_member not in fits:
         raise SpecError(
             f"heads_per_stage={heads_per_stage} does not fit {whole.query[-1][1]} query heads ({whole.kv[-1][1]} KV heads) on "
-            f"{degree} ranks: a stage takes equally many of each rank, and no KV head may lie across stages of others",
+            f"{degree} ranks: a stage takes equally many heads of each rank, and between stages all ranks keep their KV heads "
+            "or none",
             hint=f"use {', '.join(str(n * degree) for n in fits)}",
         )
     stages: list[HeadStage] = []
@@ -149,7 +155,7 @@ def head_stages(whole: HeadShare, heads_per_stage: int | None) -> tuple[HeadStag
 
 
 def _stage_runs(whole: HeadShare, per_member: int, group: int) -> list[tuple[list[Heads], list[Heads]]]:
-    """For each stage the query heads of every member, and their KV heads."""
+    """List for each stage the query heads of every member, and the KV heads of every member."""
     stages = []
     for first in range(0, whole.num_query, per_member):
         runs = [(start + first, start + first + per_member) for start, _ in whole.query]
@@ -158,7 +164,7 @@ def _stage_runs(whole: HeadShare, per_member: int, group: int) -> list[tuple[lis
 
 
 def _shares_kv(whole: HeadShare, per_member: int, group: int) -> bool:
-    """Whether from stage to stage all members keep their KV heads, or all get others."""
+    """Whether from each stage to the next either all members keep their KV heads, or all change them."""
     kv = [runs for _, runs in _stage_runs(whole, per_member, group)]
     return all(
         before == after or all(a[1] <= b[0] for a, b in zip(before, after, strict=True))
@@ -169,18 +175,16 @@ def _shares_kv(whole: HeadShare, per_member: int, group: int) -> bool:
 def check_head_degree(
     degree: int, heads: tuple[int, int] | None, route: str, tp: int, level: str = "", ranks: int | None = None
 ) -> None:
-    """Raise unless an exchange of heads among `degree` ranks can deal `heads` (after `tp`) out evenly.
+    """Raise `SpecError` unless `degree` divides the query heads of `heads`, which are counted after `tp`.
 
-    `level` "inner" or "outer" and all `ranks` are given where `degree` is that of one of two levels.
+    For a two-level route, `level` ("inner" or "outer") is the level of `degree`, and `ranks` the CP degree.
     """
     if heads is None:
-        raise SpecError(
-            f"route {route!r} moves heads, and how many there are is not given", hint="set heads=(query, KV)"
-        )
+        raise SpecError(f"route {route!r} exchanges heads, but heads is not given", hint="set heads=(query, KV)")
     num_q = heads[0]
     if num_q % degree == 0:
         return
-    # Tensor parallelism is the reason where all heads together could be dealt out.
+    # Name tensor parallelism as the cause if the degree divides the heads before tp.
     blame = f" (of {num_q * tp}, tp={tp} has taken its share)" if tp > 1 and num_q * tp % degree == 0 else ""
     what, shared = f"{level} ulysses".strip(), gcd(num_q, degree)
     if ranks is None:
@@ -208,7 +212,7 @@ def _any_of(numbers: list[int]) -> str:
 
 
 def places_of(layout: Layout, merged: Layout, rank: int) -> tuple[Place, ...]:
-    """Where the spans of a rank lie in the shard that holds them in `merged`."""
+    """List the places of a rank's spans in the shard of `merged` that holds them."""
     places, row = [], 0
     for _, start, stop in layout.spans[layout.spans[:, 0] == rank].tolist():
         slot, first = merged.find(start)
@@ -219,7 +223,7 @@ def places_of(layout: Layout, merged: Layout, rank: int) -> tuple[Place, ...]:
 
 
 def _blocks(query: Heads, kv: Heads, group: int) -> tuple[tuple[Heads, Heads], ...]:
-    """Cut a member's heads into runs in which KV heads serve equally many query heads: usually one, at most three."""
+    """Cut a member's heads into runs in which all KV heads serve equally many query heads: usually 1, at most 3 runs."""
     served = [(c, min(query[1], (c + 1) * group) - max(query[0], c * group)) for c in range(*kv)]
     blocks, q, k = [], 0, 0
     for count, run in groupby(served, key=lambda pair: pair[1]):

@@ -1,7 +1,9 @@
 """Which rank holds which tokens: an ordered list of spans per rank.
 
+The owner of each of 8 tokens, on 2 ranks:
+
 contiguous   0 0 0 0 1 1 1 1        zigzag   0 0 1 1 1 1 0 0        striped   0 1 0 1 0 1 0 1
-balanced     by the masks: of documents 4 + 2 + 2   1 1 1 0 0 0 0 1
+balanced     chosen from the masks; for documents of 4 + 2 + 2 tokens   1 1 1 0 0 0 0 1
 """
 
 from collections.abc import Sequence
@@ -23,11 +25,11 @@ Array = np.ndarray
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """A partition of `seq_len` tokens over `ranks`; rank `r` numbers its tokens by local slots, in the order of its spans.
+    """A partition of `seq_len` tokens over `ranks`. A rank's local slots number its tokens in the order of its spans.
 
-    `spans` is int64 `(n, 3)`: owner, start, stop, sorted by owner and then by slot, without empty ones. With `step` above 1
-    every span is a whole stripe `(s, seq_len, step)`, one a rank (or several, if `merged`). `slots` fixes the local length;
-    slots beyond a rank's tokens are dead.
+    `spans` is int64 `(n, 3)`: owner, start, stop; sorted by owner, then by slot; no span is empty. With `step` above 1,
+    every span is a whole stripe `(s, seq_len, step)`: one per rank, or several after `merged`. `slots` fixes the local
+    length; slots beyond a rank's tokens are padding slots.
     """
 
     name: str
@@ -47,15 +49,16 @@ class Layout:
 
     @classmethod
     def contiguous(cls, seq_len: int, ranks: int, slots: int | None = None) -> Self:
-        """Rank `r` holds the `r`-th of `ranks` runs, whose lengths differ by at most one."""
+        """Give rank `r` the `r`-th of `ranks` contiguous chunks, whose lengths differ by at most one."""
         _check(seq_len, ranks)
         return cls("contiguous", seq_len, ranks, 1, _chunks(seq_len, ranks, np.arange(ranks)), slots)
 
     @classmethod
     def zigzag(cls, seq_len: int, ranks: int, slots: int | None = None) -> Self:
-        """Rank `r` holds chunks `r` and `2 * ranks - 1 - r` of `2 * ranks`, so that causal attention costs all ranks the same.
+        """Give rank `r` chunks `r` and `2 * ranks - 1 - r` of `2 * ranks`: causal attention then costs ranks the same.
 
-        Token counts differ by at most one: the remainder goes to the first chunks, one per rank before any rank gets a second.
+        Token counts differ by at most one: the first chunks are one token longer, and no rank holds two longer chunks
+        before every rank holds one.
         """
         _check(seq_len, ranks)
         first = np.arange(ranks)
@@ -65,7 +68,7 @@ class Layout:
 
     @classmethod
     def striped(cls, seq_len: int, ranks: int, slots: int | None = None) -> Self:
-        """Rank `r` holds tokens `r, r + ranks, r + 2 * ranks, ...`."""
+        """Give rank `r` the tokens `r, r + ranks, r + 2 * ranks, ...`."""
         _check(seq_len, ranks)
         owner = np.arange(min(ranks, seq_len))
         spans = np.stack((owner, owner, np.full(len(owner), seq_len)), axis=1)
@@ -81,27 +84,29 @@ class Layout:
         weights: Sequence[int] | None = None,
         min_split_tokens: int = 0,
     ) -> Self:
-        """Ranks have equal tokens, nearly equal visible pairs and few foreign rows; short documents stay whole.
+        """Give all ranks equal tokens and nearly equal visible pairs, keep short documents whole, and move few rows.
 
-        Several masks over the same tokens count by their `weights`: the number of layers that use each. Token counts differ
-        by one at most, but where documents shorter than `min_split_tokens` stay whole instead, or where `slots`
-        leave room to keep
-        one whole (up to 1% of a share), or where there are four or more documents a rank and all have one length: then by one.
+        `weights` is the number of layers that use each mask; all masks cover the same tokens. Token counts differ by at
+        most one, except to keep a document whole in one of three cases:
+
+        - the document is shorter than `min_split_tokens`;
+        - `slots` leaves room for it (up to 1% of a rank's tokens);
+        - all documents have one length, with four or more per rank: counts then differ by at most one document.
         """
         masks = [mask] if isinstance(mask, Mask) else list(mask)
         if strange := [one for one in masks if not isinstance(one, Mask)]:
-            raise SpecError(f"{strange[0]!r} is not a Mask", hint="make one, such as Mask.documents([3000, 5000])")
+            raise SpecError(f"{strange[0]!r} is not a Mask", hint="pass a Mask, such as Mask.documents([3000, 5000])")
         weights = [1] * len(masks) if weights is None else [whole("weight", weight) for weight in weights]
         if not masks or len(masks) != len(weights) or min(weights) < 1 or len({m.seq_len for m in masks}) > 1:
             raise SpecError(
                 f"{len(masks)} masks over {sorted({m.seq_len for m in masks})} tokens, with weights {weights}",
-                hint="give masks over the same tokens, and for each the number of layers that use it",
+                hint="give masks of one seq_len, and one weight per mask: the number of layers that use the mask",
             )
         seq_len = masks[0].seq_len
         _check(seq_len, ranks)
         if slots is not None and slots * ranks < seq_len:
             raise SpecError(
-                f"{ranks} ranks of slots={slots} hold less than {seq_len} tokens",
+                f"{ranks} ranks with slots={slots} cannot hold {seq_len} tokens",
                 hint=f"set slots to at least {-(-seq_len // ranks)}",
             )
         spans = balanced_spans(Density(list(zip(masks, weights, strict=True))), ranks, slots, min_split_tokens)
@@ -119,7 +124,10 @@ class Layout:
         weights: Sequence[int] | None = None,
         min_split_tokens: int = 0,
     ) -> Self:
-        """The layout of that name; for configuration files. Only "balanced" looks at masks, weights and `min_split_tokens`."""
+        """Make the layout called `name`, for configuration files.
+
+        Only "balanced" uses `masks`, `weights` and `min_split_tokens`.
+        """
         if name == BALANCED:
             return cls.balanced(masks, ranks, slots, weights=weights, min_split_tokens=min_split_tokens)
         layout: Self = getattr(cls, check_name("layout", name, LAYOUTS))(seq_len, ranks, slots)
@@ -127,18 +135,18 @@ class Layout:
 
     @cached_property
     def counts(self) -> Array:
-        """Tokens of each rank: int64 `(ranks,)`."""
+        """Number of tokens on each rank: int64 `(ranks,)`."""
         owner, start, stop = self.spans.T
         counts = np.zeros(self.ranks, dtype=np.int64)
         np.add.at(counts, owner, -((start - stop) // self.step))
         return counts
 
     def num_slots(self, rank: int) -> int:
-        """Local length of `rank`: its tokens, or `slots` where that is fixed."""
+        """Local length of `rank`: `slots` if fixed, else the rank's number of tokens."""
         return int(self.counts[check_rank(rank, self.ranks)]) if self.slots is None else self.slots
 
     def positions(self, rank: int) -> Array:
-        """Global index of each local slot of `rank`, -1 for a dead slot: int64 `(num_slots(rank),)`."""
+        """Global index of each local slot of `rank`, -1 for a padding slot: int64 `(num_slots(rank),)`."""
         positions = np.full(self.num_slots(rank), -1, dtype=np.int64)
         owned = self.spans[self.spans[:, 0] == rank]
         if len(owned):
@@ -147,7 +155,7 @@ class Layout:
         return positions
 
     def fingerprint(self) -> bytes:
-        """What the layout says, as bytes: equal layouts, equal bytes."""
+        """Serialise the layout, without its name, for comparison and hashing."""
         head = f"layout {self.seq_len} {self.ranks} {self.step} {self.slots} "
         return head.encode() + self.spans.astype("<i8").tobytes()
 
@@ -158,11 +166,11 @@ class Layout:
         return hash(self.fingerprint())
 
     def merged(self, degree: int, adjacent: bool) -> "Layout":
-        """What `ranks / degree` groups of `degree` ranks hold: spans in the order of the sequence, touching ones joined, and the
-        slots of all members.
+        """Return the layout over `ranks / degree` groups of `degree` ranks each, with one group in place of each rank.
 
-        Groups are neighbours (0, 1 | 2, 3) if `adjacent`, else strided (0, 2 | 1, 3). Neighbouring stripes stay apart, one
-        after the other: their tokens in order would not be one span.
+        A group holds its members' spans in sequence order, with touching spans joined, and the sum of their slots.
+        Groups are neighbours (0, 1 | 2, 3) if `adjacent`, else strided (0, 2 | 1, 3). Stripes of neighbours stay
+        separate spans, one after the other, because their union is not one span.
         """
         ranks = self.ranks // degree
         slots = None if self.slots is None else self.slots * degree
@@ -178,14 +186,14 @@ class Layout:
         return Layout(self.name, self.seq_len, ranks, self.step, np.stack((group, start, stop), axis=1), slots)
 
     def find(self, token: int) -> tuple[int, int]:
-        """The span of `token`: its first local slot, and its start."""
+        """Return the first local slot and the first token of the span that holds `token`."""
         _, start, stop, slot = self.by_start.T
         (span,) = np.flatnonzero((start <= token) & (token < stop) & ((token - start) % self.step == 0))
         return int(slot[span]), int(start[span])
 
     @cached_property
     def by_start(self) -> Array:
-        """Spans in the order of their first tokens, int64 `(n, 4)`: owner, start, stop, first local slot."""
+        """Spans sorted by first token, int64 `(n, 4)`: owner, start, stop, first local slot."""
         owner, start, stop = self.spans.T
         length = -((start - stop) // self.step)
         before = np.cumsum(length) - length
@@ -194,7 +202,10 @@ class Layout:
 
 
 def slots_of(seq_len: int, ranks: int, multiple: int | None) -> int | None:
-    """Slots of every rank where these are a multiple: no layout puts more tokens on a rank, and "balanced" keeps to them."""
+    """Round an even share of `seq_len` up to a multiple of `multiple`: a layout's `slots`. None without `multiple`.
+
+    No layout exceeds these slots: token counts differ by at most one, and "balanced" respects `slots`.
+    """
     return None if multiple is None else -(-seq_len // (ranks * multiple)) * multiple
 
 
@@ -207,7 +218,10 @@ def _check(seq_len: int, ranks: int) -> None:
 
 
 def _chunks(seq_len: int, num_chunks: int, owner: Array) -> Array:
-    """Spans `(n, 3)` of `num_chunks` runs, the first ones a token longer, sorted by owner; empty ones left out."""
+    """Cut `seq_len` tokens into `num_chunks` chunks: non-empty spans `(n, 3)`, sorted by owner.
+
+    If the lengths differ, the first chunks are one token longer.
+    """
     size, longer = divmod(seq_len, num_chunks)
     index = np.arange(num_chunks + 1)
     edges = index * size + np.minimum(index, longer)
@@ -216,5 +230,5 @@ def _chunks(seq_len: int, num_chunks: int, owner: Array) -> Array:
 
 
 def spans_of(layout: Layout, rank: int) -> Sequence[tuple[int, int, int]]:
-    """Spans `(start, stop, step)` of `rank`, in slot order; for drawings and messages."""
+    """List the spans `(start, stop, step)` of `rank` in slot order, for drawings and messages."""
     return [(start, stop, layout.step) for owner, start, stop in layout.spans.tolist() if owner == rank]

@@ -22,37 +22,40 @@ from longspan.plan.bands import UNBOUNDED
 
 Array = np.ndarray
 Band = tuple[int, int, int, int, int | None, int | None]
-"""`(q_start, q_stop, k_start, k_stop, lo, hi)`, None for a bound that is absent."""
+"""`(q_start, q_stop, k_start, k_stop, lo, hi)`; `lo` or `hi` None is no bound."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """Query `i` sees key `j` iff a band holds the pair. `array` is int64 `(n, 6)`: trimmed, disjoint bands."""
+    """The keys that each query sees: query `i` sees key `j` iff one of the bands holds the pair.
+
+    `array` is int64 `(n, 6)`: trimmed, disjoint bands.
+    """
 
     seq_len: int
     array: Array
 
     @classmethod
     def full(cls, seq_len: int) -> Self:
-        """Every query sees every key."""
+        """Let every query see every key."""
         return cls._make(seq_len, [[0, seq_len, 0, seq_len, -UNBOUNDED, UNBOUNDED]])
 
     @classmethod
     def causal(cls, seq_len: int, window: int | None = None) -> Self:
-        """Query `i` sees keys `0..i`, or with a window `w` the last `w` of them, itself included."""
+        """Let query `i` see keys `0..i`, or with a window `w` the last `w` of these, key `i` included."""
         return cls.documents([seq_len], causal=True, window=window)
 
     @classmethod
     def documents(cls, lengths: Sequence[int] | Array, causal: bool = True, window: int | None = None) -> Self:
-        """Packed documents that do not see each other; `seq_len` is the sum of `lengths`, zero lengths are harmless.
+        """Pack documents that do not see each other. `seq_len` is the sum of `lengths`; lengths of zero are allowed.
 
-        A window `w` keeps keys less than `w` tokens away: behind the query if causal, else on both sides.
+        A window `w` keeps keys less than `w` tokens away: before the query if causal, else on both sides.
         """
         if window is not None and whole("window", window) < 1:
             raise SpecError(f"window={window}: a query sees at least itself", hint="use window=None for no window")
         sizes = _integers("document lengths", lengths, 1)
         if len(sizes) and sizes.min() < 0:
-            raise SpecError(f"document lengths {sizes.tolist()} include a negative one")
+            raise SpecError(f"document lengths {sizes.tolist()} include a negative length")
         stop = np.cumsum(sizes)
         start = stop - sizes
         lo = 0 if causal else (-UNBOUNDED if window is None else 1 - window)
@@ -62,7 +65,7 @@ class Mask:
 
     @classmethod
     def prefix(cls, seq_len: int, prefix_len: int) -> Self:
-        """Prefix-LM: the first `prefix_len` tokens see each other, all later ones are causal."""
+        """Prefix-LM: the first `prefix_len` tokens see each other, all later tokens are causal."""
         if not 0 <= prefix_len <= seq_len:
             raise SpecError(f"prefix_len={prefix_len} is not within 0..{seq_len}")
         inside = [0, prefix_len, 0, prefix_len, -UNBOUNDED, UNBOUNDED]
@@ -70,7 +73,7 @@ class Mask:
 
     @classmethod
     def shared_prefix(cls, prompt_len: int, response_lens: Sequence[int]) -> Self:
-        """One prompt and many responses to it: each response sees the prompt and, causally, itself."""
+        """Pack one prompt and many responses: each response sees the prompt and, causally, itself."""
         if prompt_len < 0 or min(response_lens, default=0) < 0:
             raise SpecError(
                 f"prompt of {prompt_len} and responses of {list(response_lens)} tokens: none may be negative"
@@ -85,7 +88,7 @@ class Mask:
 
     @classmethod
     def bands(cls, seq_len: int, bands: Iterable[Band]) -> Self:
-        """Any disjoint bands within `seq_len`; two that share a pair are refused, since the pair would count twice."""
+        """Make a mask of disjoint bands within `seq_len`. Raises `SpecError` if two bands share a pair."""
         rows = []
         for q0, q1, k0, k1, lo, hi in bands:
             if not (0 <= q0 <= q1 <= seq_len and 0 <= k0 <= k1 <= seq_len):
@@ -102,7 +105,7 @@ class Mask:
 
     @classmethod
     def concat(cls, masks: Sequence["Mask"]) -> Self:
-        """Rows with masks of their own, one after the other on one token axis."""
+        """Concatenate the rows of a batch, each with its own mask, on one token axis."""
         offsets = np.cumsum([0, *(mask.seq_len for mask in masks)])
         shifted = [mask.array + np.array([o, o, o, o, 0, 0]) for mask, o in zip(masks, offsets.tolist(), strict=False)]
         return cls._make(int(offsets[-1]), np.concatenate(shifted) if shifted else [])
@@ -115,11 +118,11 @@ class Mask:
 
     @cached_property
     def area(self) -> int:
-        """Visible (query, key) pairs."""
+        """Number of visible (query, key) pairs."""
         return int(algebra.area(self.array).sum())
 
     def dense(self) -> Array:
-        """The mask itself, bool `(seq_len, seq_len)`: the oracle, for tests and drawings only."""
+        """Materialise the mask as bool `(seq_len, seq_len)`: the oracle, for tests and drawings only."""
         index = np.arange(self.seq_len)
         away = index[:, None] - index[None, :]
         seen = np.zeros((self.seq_len, self.seq_len), dtype=bool)
@@ -129,7 +132,7 @@ class Mask:
         return seen
 
     def fingerprint(self) -> bytes:
-        """What the mask says, as bytes: equal masks given by equal bands, equal bytes."""
+        """Serialise the bands, for comparison and hashing. One mask cut into different bands gives different bytes."""
         return f"mask {self.seq_len} ".encode() + self.array.astype("<i8").tobytes()
 
     def __eq__(self, other: Any) -> bool:
@@ -140,7 +143,7 @@ class Mask:
 
 
 def _integers(name: str, values: Any, ndim: int) -> Array:
-    """An int64 array of that many dims; empty lists pass, and nothing is rounded or flattened."""
+    """Convert to int64. Raises `SpecError` unless `values` is empty or holds integers in `ndim` dims."""
     array = np.asarray(values)
     if array.size and (array.dtype.kind not in "iu" or array.ndim != ndim):
         raise SpecError(f"{name} {values!r} are not integers in {ndim} dim{'s' * (ndim > 1)}")

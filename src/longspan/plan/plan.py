@@ -1,6 +1,7 @@
-"""A plan: layout, mask and route made into the work and the traffic of every rank. A plain value, no torch, no group.
+"""`Plan`: the tiles to compute and the rows to send on every rank, made from a layout, a mask and a route.
 
-Four uses, one meaning: execute it, verify it against a dense mask, count it, draw it.
+A plan is a plain value without torch or process groups. The same plan is executed, verified against a dense mask,
+counted and drawn.
 """
 
 import hashlib
@@ -35,22 +36,24 @@ def plan_attention(
     comm_dtype: str | None = None,
     tp: int = 1,
 ) -> "Plan":
-    """Decide who computes what and which rows travel.
+    """Plan attention under `mask` on sequence shards by `layout`.
 
-    `heads` is (query heads, KV heads) on one rank of the CP group, after tensor parallelism; routes that move heads need it.
-    `inner` is the inner degree of a route of two levels; default: as many ranks as KV heads allow. `comm_dtype` "bf16" or "fp8"
-    rounds keys and values on their way to other ranks. `tp` is only named in errors. `longspan.advise.Planner` resolves
-    route "auto", and an inner degree that keeps to nodes.
+    heads: (query heads, KV heads) on one rank of the CP group, after tensor parallelism. Routes that move heads need
+    it.
+    inner: inner degree of a two-level route. Default: as many ranks as KV heads allow (`routes.inner_degree`).
+    comm_dtype: "bf16" or "fp8" rounds keys and values for the transfer to other ranks. Default: no rounding.
+    tp: tensor-parallel degree, only named in errors.
 
-    Costs nothing until a rank's share or a count is asked for. Raises `SpecError` for what cannot be carried out.
+    `longspan.advise.Planner` resolves route "auto", and chooses an inner degree that fits a node. The tiles and
+    transfers of a rank are computed on first use. Raises `SpecError` for arguments that do not fit together.
     """
     if layout.seq_len != mask.seq_len:
         raise SpecError(
             f"the layout covers {layout.seq_len} tokens and the mask {mask.seq_len}",
-            hint="both count the tokens of the global row; document lengths must sum to seq_len",
+            hint="both cover the global row: document lengths must sum to seq_len",
         )
     check_comm_dtype(comm_dtype)
-    heads = None if heads is None else check_heads(*_two(heads))
+    heads = None if heads is None else check_heads(*_pair(heads))
     inner = None if inner is None else whole("inner", inner)
     if route == AUTO:
         names = ", ".join(ROUTES)
@@ -65,15 +68,15 @@ def plan_attention(
     return Plan(layout, mask, route, heads, degrees, comm_dtype, comes_down_to(route, degrees))
 
 
-def _two(heads: Any) -> tuple[int, int]:
-    """The two numbers of `heads`, else an error."""
+def _pair(heads: Any) -> tuple[int, int]:
+    """Return `heads` as two ints. Raises `SpecError` for anything but a pair."""
     if not isinstance(heads, tuple | list) or len(heads) != 2:
         raise SpecError(f"heads={heads!r} is not a pair", hint="give (query heads, KV heads), such as (32, 8)")
     return whole("query heads", heads[0]), whole("KV heads", heads[1])
 
 
 def check_heads(num_q: int, num_kv: int) -> tuple[int, int]:
-    """`(num_q, num_kv)` if every KV head serves the same number of query heads, else an error."""
+    """Return `(num_q, num_kv)`. Raises `SpecError` unless every KV head serves the same number of query heads."""
     if num_q < 1 or num_kv < 1 or num_q % num_kv:
         divisors = [n for n in range(1, num_q + 1) if num_q % n == 0]
         raise SpecError(
@@ -85,7 +88,7 @@ def check_heads(num_q: int, num_kv: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What `plan_attention` decided. Shares of single ranks are worked out when asked for, then kept."""
+    """The result of `plan_attention`. The plan of a single rank is computed on first use, then cached."""
 
     layout: Layout
     mask: Mask
@@ -94,7 +97,7 @@ class Plan:
     degrees: Degrees
     comm_dtype: str | None = None
     reason: str = ""
-    """Why "auto" chose the route, or what one of two levels comes down to; else empty."""
+    """Why "auto" chose the route, or the one-level route that a two-level route is equal to; else empty."""
 
     @property
     def ranks(self) -> int:
@@ -106,24 +109,25 @@ class Plan:
 
     @property
     def staged(self) -> bool:
-        """Whether attention works on a few heads at a time: route "upipe"."""
+        """Whether attention runs on a few heads at a time: route "upipe"."""
         return ROUTES[self.route].staged
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """Tiles and transfers of `rank`, step by step."""
+        """Return the tiles and transfers of `rank`, step by step."""
         shares = self._shares
         if rank not in shares:
             shares[rank] = self._work.rank_plan(check_rank(rank, self.ranks))
         return shares[rank]
 
     def area(self, rank: int) -> float:
-        """Visible pairs that `rank` computes, times its share of the heads where heads are exchanged; an int if whole."""
+        """Visible pairs that `rank` computes, times the rank's share of the heads; an int if whole."""
         return share_of_heads(int(self.areas[check_rank(rank, self.ranks)]), 1, self.degrees.heads)
 
     def blocks(self, rank: int) -> float:
-        """Blocks of 128 x 128 pairs that `rank` computes something of, each tile's from its own corner; heads as in `area`.
+        """Blocks of 128 x 128 pairs with at least one visible pair on `rank`, times the rank's share of the heads.
 
-        A tile cuts blocks at its edges: `128 * 128 * blocks / area` above 1 is work that a blockwise kernel may do for nothing.
+        Blocks start at each tile's first row and column. A blockwise kernel computes whole blocks, so
+        `128 * 128 * blocks / area` is the factor of its overhead.
         """
         return share_of_heads(self.rank_plan(rank).blocks, 1, self.degrees.heads)
 
@@ -132,12 +136,14 @@ class Plan:
         return self.rank_plan(rank).rows_received
 
     def bytes(self, rank: int, phase: Phase, head_dim: int | tuple[int, int], itemsize: int) -> int:
-        """Bytes that `rank` sends in one phase, per batch row: of all heads, or of one KV head if the plan knows no `heads`.
+        """Bytes that `rank` sends in one phase per batch row, for all heads, or for one KV head if `heads` is None.
 
-        `head_dim` is D, or (D of keys, D of values). Forward sends KV rows at `itemsize` bytes an element (or as
-        `comm_dtype` says); backward sends them again, and partial dK and dV in at least 4 bytes an element. Where heads are
-        exchanged, q, k, v go there and out comes back; in backward d out goes there, and dq, dk, dv come back: in the inputs'
-        type, or dk, dv in at least 4 bytes where a KV head is on several ranks; "upipe" repeats its forward first.
+        `head_dim` is D, or (D of keys, D of values); `itemsize` is the bytes of an element of q, k and v.
+
+        forward   KV rows in `comm_dtype`, else at `itemsize`. If heads are exchanged, also q, k, v, and out back.
+        backward  the KV rows again, and partial dK and dV in at least 4 bytes an element. If heads are exchanged, also
+                  dout, and dq, dk, dv back: at `itemsize`, but dk and dv in at least 4 bytes if KV heads are
+                  replicated. "upipe" repeats the exchange of its forward first.
         """
         if phase not in PHASES:
             raise SpecError(f"phase {phase!r} is not known", hint='choose "forward" or "backward"')
@@ -158,24 +164,24 @@ class Plan:
 
     @property
     def row_layout(self) -> Layout:
-        """The layout among whose shards rows travel: that of the groups that exchange heads, else the plan's own."""
+        """The layout of the shards among which rows travel: one shard per group that exchanges heads, else per rank."""
         return self._work.merged
 
     @cached_property
     def areas(self) -> np.ndarray:
-        """Visible pairs of every rank, int64 `(ranks,)`; of all heads, though a rank may work on a share of these."""
+        """Visible pairs of every rank, int64 `(ranks,)`, not scaled by the rank's share of the heads."""
         groups = [self.degrees.group_of(rank) for rank in range(self.ranks)]
         return area_by_rank(self.row_layout, self.mask)[groups]
 
     @property
     def imbalance(self) -> float:
-        """Greatest over mean area of the ranks; 1.0 is even."""
+        """Largest area of a rank over the mean; 1.0 is even."""
         mean = float(self.areas.mean())
         return float(self.areas.max()) / mean if mean else 1.0
 
     @cached_property
     def digest(self) -> Digest:
-        """SHA-256 of what the plan was made from: equal plans, equal bytes, on every rank."""
+        """SHA-256 of layout, mask, route, heads, degrees and comm_dtype, for comparison between ranks."""
         made_from = hashlib.sha256(self.layout.fingerprint())
         made_from.update(self.mask.fingerprint())
         made_from.update(f"route {self.route} heads {self.heads} {self.degrees} {self.comm_dtype}".encode())
@@ -189,11 +195,11 @@ class Plan:
 
     @cached_property
     def attachments(self) -> dict[Any, Any]:
-        """What those who run this very plan keep with it, for as long as it lives. No part of its value."""
+        """A cache for the code that executes this plan object. Not part of the plan's value, nor of copies."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Only what the plan was made from: copies work the rest out again."""
+        """Pickle the fields alone; copies compute cached values again."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
@@ -206,5 +212,5 @@ class Plan:
 
 
 def share_of_heads(pairs: int, heads: int, all_heads: int) -> float:
-    """`pairs` on `heads` of `all_heads`, as pairs on all heads: an int if whole."""
+    """Scale `pairs` by `heads / all_heads`; an int if whole."""
     return pairs * heads // all_heads if pairs * heads % all_heads == 0 else pairs * heads / all_heads

@@ -1,11 +1,11 @@
-"""The ring, and the rotation: key and value rows hop from rank to rank, each row only as far as a rank that needs it.
+"""The `ring` and `rotate` routes: KV rows hop from rank to rank, each row only as far as the last rank that needs it.
 
 distance   0        1        2        3           `direction` +1 sends to rank + 1, -1 to rank - 1
-forward    KV  ->   KV  ->   KV  ->   KV          a row stops at its farthest needing rank
-backward            dKV ->   dKV ->   dKV         partial gradients start at the nearest needing rank,
-           dKV <---------------------- '          and go home in one message from the farthest
+forward    KV  ->   KV  ->   KV  ->   KV          a row stops at the farthest rank that needs it
+backward            dKV ->   dKV ->   dKV         partial gradients start at the nearest rank that needs the row,
+           dKV <---------------------- '          and return to the owner in one message from the farthest
 
-A rotation is the same, each hop one all-to-all of all ranks.
+`rotate` has the same schedule; each hop is one all-to-all of all ranks.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from longspan.plan.mask import Mask
 from longspan.plan.steps import Means, Stage, Step, Tile, Transfer
 
 _Row = tuple[int, int, int, int]
-"""A run of key slots `(start, stop, near, far)`, distances along the chosen direction."""
+"""A run of key slots `(start, stop, near, far)`: distances to the nearest and farthest rank that need it."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class Ring:
 
     @cached_property
     def direction(self) -> int:
-        """+1 or -1: the way round that sends fewer rows in total; +1 where both send the same."""
+        """+1 or -1: the direction that sends fewer rows in total; +1 if equal."""
         demand, ranks = self._demand, self.layout.ranks
         length = demand.stop - demand.start
         upwards, downwards = (length * demand.far).sum(), (length * (ranks - demand.near)).sum()
         return 1 if upwards <= downwards else -1
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
-        """The stages of `rank`, one step each."""
+        """Make the stages of `rank`, one step each."""
         return in_step(self._all_stages(rank, self.layout.ranks))
 
     def _all_stages(self, rank: int, number: int) -> Iterator[Stage]:
@@ -59,7 +59,7 @@ class Ring:
 
     @cached_property
     def _rows(self) -> Sequence[Sequence[_Row]]:
-        """For each source its runs `(start, stop, near, far)`, distances counted along the direction."""
+        """Runs of each source that leave it; distances count along `direction`."""
         demand, ranks = self._demand, self.layout.ranks
         near, far = demand.near, demand.far
         if self.direction < 0:
@@ -76,11 +76,11 @@ class Ring:
             tiles = tuple(Tile(*row) for row in block.tolist())
             sends = _transfer(following, own, False, lambda near, far: far > 0)
             slots = self.layout.num_slots(rank)
-            return Stage((Step(source, slots, tiles, ((0, slots),)),), some(sends))
+            return Stage((Step(source, slots, tiles, ((0, slots),)),), as_tuple(sends))
         before = [row for row in self._rows[source] if row[3] >= distance - 1]
         here = [row for row in before if row[3] >= distance]
         if not here and all(row[3] != distance for row in own):
-            # Nothing comes this far, and nothing comes home from there.
+            # No row travels this far, and no gradient of this rank returns from this distance.
             return Stage((Step(source, 0, ()),), number=distance)
         held = tuple([row[:2] for row in here])
         rows = sum([stop - start for start, stop in held])
@@ -98,11 +98,11 @@ class Ring:
         sends = _transfer(following, here, True, lambda near, far: far > distance, by_head=True)
         home = (rank + onward * distance) % ranks
         homeward = _transfer(home, own, False, lambda near, far: far == distance)
-        return Stage((step,), some(sends), some(homeward), distance)
+        return Stage((step,), as_tuple(sends), as_tuple(homeward), distance)
 
 
 class Rotation(Ring):
-    """The `rotate` route: every rank takes part in every hop, whether it carries anything or not."""
+    """The `rotate` route: every rank takes part in every hop, even with nothing to send."""
 
     means: ClassVar[Means] = "collective"
 
@@ -112,10 +112,10 @@ class Rotation(Ring):
 
 
 def in_step(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """The stages, of idle ones in a row one, and none at the end.
+    """Keep one of consecutive idle stages, and none at the end.
 
-    What a rank awaits is then posted behind all that it posts at earlier stages, as its peer posts the other end: batches that
-    finish in posting order (NCCL) never wait in a circle.
+    With an idle stage in between, a rank posts a receive after everything that it posts at earlier stages, as its peer
+    does with the send. Ranks whose batches finish in the order posted (NCCL) then never wait in a circle.
     """
     kept: list[Stage] = []
     for stage in stages:
@@ -126,13 +126,13 @@ def in_step(stages: Iterable[Stage]) -> tuple[Stage, ...]:
     return tuple(kept)
 
 
-def some(transfer: Transfer | None) -> tuple[Transfer, ...]:
-    """The transfer, if there is one."""
+def as_tuple(transfer: Transfer | None) -> tuple[Transfer, ...]:
+    """Wrap a transfer in a tuple; None gives an empty tuple."""
     return () if transfer is None else (transfer,)
 
 
 def renumber(block: np.ndarray, here: Sequence[tuple[int, int]]) -> tuple[Tile, ...]:
-    """Tiles over the source's slots -> over the rows of a buffer that holds only the runs `here`."""
+    """Turn tiles over the source's slots into tiles over the rows of a buffer that holds only the runs `here`."""
     starts = [start for start, _ in here]
     shifts, offset = [], 0
     for start, stop in here:
@@ -148,9 +148,10 @@ def renumber(block: np.ndarray, here: Sequence[tuple[int, int]]) -> tuple[Tile, 
 def _transfer(
     peer: int, rows: Sequence[_Row], packed: bool, wanted: Callable[[int, int], bool], by_head: bool = False
 ) -> Transfer | None:
-    """The rows that are `wanted`, numbered by slot or, in a `packed` buffer, one after the other.
+    """Make the transfer of all rows for which `wanted(near, far)` holds; None if there are none.
 
-    With `by_head`, one run that is not all of the buffer travels as a message a head.
+    Rows are numbered by slot, or consecutively in a `packed` buffer. With `by_head`, a single run that is only part of
+    the buffer is sent as one message per head.
     """
     runs: list[tuple[int, int]] = []
     offset = 0

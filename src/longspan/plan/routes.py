@@ -1,11 +1,11 @@
-"""The routes by name: how rows travel, and among which ranks heads are exchanged first.
+"""The routes by name: which ranks exchange heads, and how KV rows then travel among the other ranks.
 
     ring, rotate, allgather, exchange      rows travel among all ranks
-    ulysses, upipe                         heads are exchanged among all ranks; no row travels afterwards
+    ulysses, upipe                         heads are exchanged among all ranks; no row travels
     usp, allgather-ulysses, ...            heads among `inner` neighbours, rows among the groups of neighbours
     ulysses-ring                           rows among `inner` neighbours, heads across the groups
 
-A name of two parts is outer-inner, as a mesh of two axes is (outer, inner): rank = outer index * inner degree + inner index.
+A name of two parts is outer-inner, like a 2-D mesh (outer, inner): rank = outer index * inner degree + inner index.
 """
 
 from collections.abc import Callable
@@ -43,15 +43,16 @@ _CARRIERS: dict[Rows, Callable[[Layout, Mask], Carrier]] = {
 
 
 def route_of(name: str) -> Route:
-    """The route of that name; `SpecError` if there is none."""
+    """Return the route called `name`. Raises `SpecError` for an unknown name."""
     return ROUTES[check_name("route", name, (AUTO, *ROUTES))]
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Ranks that exchange heads, and ranks among which rows travel; their product is the CP degree.
+    """Ulysses degree (`heads`) and ring degree (`rows`); their product is the CP degree.
 
-    `adjacent`: those that exchange heads are neighbours. `levels`: outer and inner degree, where the route has two.
+    `adjacent`: whether the ranks that exchange heads are neighbours. `levels`: (outer, inner) degree of a two-level
+    route.
     """
 
     heads: int
@@ -60,15 +61,15 @@ class Degrees:
     levels: tuple[int, int] | None = None
 
     def without_heads(self) -> "Degrees":
-        """The same ranks, none of which exchange heads."""
+        """Return the degrees of the same ranks without an exchange of heads."""
         return replace(self, heads=1, rows=self.heads * self.rows)
 
     def group_of(self, rank: int) -> int:
-        """Which of the `rows` groups `rank` exchanges heads in."""
+        """Index of the group in which `rank` exchanges heads, one of `rows` groups."""
         return rank // self.heads if self.adjacent else rank % self.rows
 
     def members(self, group: int) -> tuple[int, ...]:
-        """The ranks of that group."""
+        """List the ranks of a group that exchanges heads."""
         if self.adjacent:
             return tuple(range(group * self.heads, (group + 1) * self.heads))
         return tuple(range(group, self.heads * self.rows, self.rows))
@@ -81,15 +82,15 @@ def degrees_of(
     inner: int | None = None,
     tp: int = 1,
 ) -> Degrees:
-    """Split `ranks` between heads and rows. `inner` None of a route of two levels: `inner_degree` without nodes.
+    """Split `ranks` into ulysses degree and ring degree. Default `inner` of a two-level route: `inner_degree`.
 
-    Raises `SpecError` where the route, the ranks and the heads do not fit.
+    Raises `SpecError` if the route, the ranks and the heads do not fit.
     """
     level = route_of(name).heads
     if level in ("none", "all"):
         if inner is not None:
             raise SpecError(
-                f"inner={inner} means nothing to route {name!r}, which has one level", hint="leave inner out"
+                f"inner={inner} does not apply to route {name!r}, which has one level", hint="leave inner out"
             )
         if level == "none":
             return Degrees(1, ranks)
@@ -106,7 +107,10 @@ def degrees_of(
 
 
 def comes_down_to(name: str, degrees: Degrees) -> str:
-    """What a route of two levels is where no heads are exchanged, such as `inner 1: a ring`; else empty."""
+    """Name the one-level route that a two-level route equals if its ulysses degree is 1, such as `inner 1: ring, ...`.
+
+    Returns an empty string otherwise.
+    """
     route = ROUTES[name]
     if degrees.levels is None or degrees.heads > 1 or degrees.rows == 1:
         return ""
@@ -115,13 +119,13 @@ def comes_down_to(name: str, degrees: Degrees) -> str:
 
 
 def inner_degree(name: str, ranks: int, heads: tuple[int, int] | None, ranks_per_node: int | None = None) -> int:
-    """The inner degree of a route of two levels at which most ranks exchange heads without copies of KV heads.
+    """Choose the inner degree of a two-level route: the largest ulysses degree that replicates no KV head.
 
-    Within a node of `ranks_per_node` ranks, if heads are exchanged on the inner level. Up to the number of KV heads nothing is
-    replicated, and each doubling halves the rows that travel.
+    If heads are exchanged on the inner level, the degree also stays within a node of `ranks_per_node` ranks. Each
+    doubling of the ulysses degree halves the rows that travel.
     """
     if ranks_per_node is not None and ranks_per_node < 1:
-        raise SpecError(f"ranks_per_node={ranks_per_node}: a node has at least one rank")
+        raise SpecError(f"ranks_per_node={ranks_per_node} is below 1: a node has at least one rank")
     inside = ROUTES[name].heads == "inner"
     most = min(ranks, ranks_per_node or ranks) if inside else ranks
     num_q, num_kv = heads or (ranks, ranks)
@@ -133,7 +137,7 @@ def inner_degree(name: str, ranks: int, heads: tuple[int, int] | None, ranks_per
 
 @dataclass(frozen=True)
 class Work:
-    """Layout, mask and route, from which the share of any rank follows. `heads` is None where none are exchanged."""
+    """Everything needed to make the plan of any rank. `heads` is None if no heads are exchanged."""
 
     layout: Layout
     heads: tuple[int, int] | None
@@ -143,13 +147,13 @@ class Work:
 
     @classmethod
     def of(cls, name: str, layout: Layout, mask: Mask, heads: tuple[int, int] | None, degrees: Degrees) -> "Work":
-        # What works in stages of heads does so on one rank too.
+        # A staged route (upipe) runs its stages of heads even on one rank.
         exchanges = degrees.heads > 1 or ROUTES[name].staged
         merged = layout.merged(degrees.heads, degrees.adjacent) if exchanges else layout
         return cls(layout, heads if exchanges else None, degrees, merged, _CARRIERS[ROUTES[name].rows](merged, mask))
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """The share of one rank of the CP group."""
+        """Make the plan of one rank of the CP group."""
         group = self.degrees.group_of(rank)
         return RankPlan(
             rank=rank,
@@ -164,7 +168,7 @@ class Work:
         )
 
     def _ranks(self, rank: int) -> tuple[int, ...]:
-        """The ranks that work on the same heads as `rank`, one of every group."""
+        """Ranks that attend with the same heads as `rank`, one of every group."""
         member = self.degrees.members(self.degrees.group_of(rank)).index(rank)
         return tuple(self.degrees.members(group)[member] for group in range(self.degrees.rows))
 
@@ -179,5 +183,5 @@ class Work:
 
     @cached_property
     def _places(self) -> dict[int, tuple[tuple[Place, ...], ...]]:
-        """For each group asked for, where its members' rows come to lie."""
+        """Cache by group: the places of each member's rows after the exchange of heads."""
         return {}

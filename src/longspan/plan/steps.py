@@ -1,12 +1,13 @@
-"""One rank's share of a plan: stage by stage the rows that arrive, the tiles to compute on them, and the rows that leave.
+"""The plan of one rank, stage by stage: the rows that arrive, the tiles to compute on them, and the rows that leave.
 
-A step works on one buffer of key and value rows of one source: the first on the rank's own shard (a row per slot). A stage is
-the steps whose rows arrive together, while the stage before is computed. `runs` are half-open row ranges
-`((start, stop), ...)`, ascending, never touching.
+A step computes on one buffer of KV rows from one source. The first step's buffer is the rank's own shard, a row per
+slot. A stage is the steps whose rows arrive together, while the stage before is computed. `runs` are half-open row
+ranges `((start, stop), ...)`, ascending and not touching.
 
-    stage     0        1          2                   ring, rotate: a stage is one step, and passes its own buffer on
-    ring      own      r-1        r-2      r-3        exchange: a stage is several sources, each sending from its own shard
-    exchange  own      r-1        r-2, r-3            allgather: all sources in one stage
+    stage          0      1      2            3
+    ring, rotate   own    r-1    r-2          r-3        one step per stage; a rank passes on the buffer it received
+    exchange       own    r-1    r-2, r-3     ...        several steps per stage; each source sends its own shard
+    allgather      own    all                            one step per source, in one stage
 """
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 class Tile(NamedTuple):
-    """One band of work: query slots `q0..q1`, buffer rows `k0..k1`, and `lo <= slot - row <= hi`; trimmed."""
+    """One kernel call: query slots `q0..q1`, buffer rows `k0..k1`, visible where `lo <= slot - row <= hi`; trimmed."""
 
     q0: int
     q1: int
@@ -35,13 +36,13 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> "Shape":
-        """The tile without its place: what a kernel needs to know."""
+        """The tile relative to its first row and column, as kernels take it."""
         shift = self.q0 - self.k0
         return Shape(self.q1 - self.q0, self.k1 - self.k0, self.lo - shift, self.hi - shift)
 
 
 class Shape(NamedTuple):
-    """A tile from its own corner: `num_q` rows, `num_k` columns, row `i` sees column `j` iff `lo <= i - j <= hi`."""
+    """A tile of `num_q` rows and `num_k` columns, in which row `i` sees column `j` iff `lo <= i - j <= hi`."""
 
     num_q: int
     num_k: int
@@ -59,9 +60,9 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Rows between this rank and `peer`; `runs` number rows of the buffer they leave or enter.
+    """Rows sent to or received from `peer`; `runs` are rows of the buffer that they leave or enter.
 
-    `by_head`: the rows are one run, but not all, of a buffer that lies head by head, and travel as a message a head.
+    `by_head`: the rows are sent as one message per head, because they are part of a head-major buffer.
     """
 
     peer: int
@@ -75,11 +76,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Step:
-    """One buffer of `rows` key rows from `source`, filled by `recv` (None: the own shard, or nothing to fill).
+    """The tiles on one buffer of `rows` KV rows from `source`, filled by `recv` (None for the own shard or no rows).
 
-    `held` are the slots of `source` that these rows are.
-    Backward moves keys and values the same way. The partial gradients of this buffer come from the previous rank
-    (`grad_recv`), go on to the next (`grad_send`) and, from the last rank that adds to them, straight home (`home_send`).
+    `held` is the runs of slots on `source` that the rows come from. Backward moves keys and values the same way.
+    Partial gradients of the buffer arrive from the previous rank (`grad_recv`) and go on to the next (`grad_send`); the
+    last rank that adds to them sends them to the owner (`home_send`).
     """
 
     source: int
@@ -93,7 +94,7 @@ class Step:
 
     @cached_property
     def blocks(self) -> int:
-        """Blocks of 128 x 128 pairs, each tile's from its own corner, that hold a visible pair."""
+        """Blocks of 128 x 128 pairs that hold a visible pair; blocks start at each tile's first row and column."""
         return int(algebra.blocks(np.array(self.tiles, dtype=np.int64).reshape(-1, 6)).sum())
 
 
@@ -101,9 +102,9 @@ class Step:
 class Stage:
     """Steps whose rows arrive together.
 
-    `sends` leave while the stage is computed, for the next stage of others: rows of the one step's buffer if the plan
-    `relays`, else of the own shard. `home_recvs` bring partial gradients of own rows home once the stage is computed. Both ends
-    of a message are of one `number`, and ranks post in the order of numbers.
+    `sends` leave while the stage is computed, for other ranks' next stage: rows of the step's buffer if the plan
+    `relays`, else of the own shard. `home_recvs` are partial gradients of own rows, received after the stage is
+    computed. Both ends of a message have the same `number`, and ranks post in the order of numbers.
     """
 
     steps: tuple[Step, ...]
@@ -121,9 +122,10 @@ class Stage:
 class RankPlan:
     """All stages of one rank, its own shard first.
 
-    `slots` is the rank's local length, `tokens` those that are not dead. With `heads`, tensors are first exchanged among the
-    members of a head group, who then hold `rows` slots of a share of the heads; else `rows` is `slots`. `source` and `peer`
-    number the ranks among which rows travel; `ranks` says which ranks of the group these are.
+    `slots` is the rank's local length, `tokens` the number of slots that hold a token. With `heads`, heads are
+    exchanged
+    first: attention then runs on `rows` slots of a share of the heads; else `rows` equals `slots`. `source` and `peer`
+    are indices into `ranks`, the ranks of the CP group among which rows travel.
     """
 
     rank: int
@@ -138,31 +140,31 @@ class RankPlan:
 
     @property
     def live_rows(self) -> int:
-        """Rows that are not dead, where attention runs."""
+        """Rows that hold a token, where attention runs."""
         return self.tokens if self.heads is None else self.heads.rows
 
     @property
     def steps(self) -> Iterator[Step]:
-        """The steps of all stages."""
+        """Iterate over the steps of all stages."""
         return (step for stage in self.stages for step in stage.steps)
 
     @property
     def blocks(self) -> int:
-        """Blocks of 128 x 128 pairs that hold a visible one; of all heads, though the rank may work on a share of these."""
+        """Blocks of 128 x 128 pairs that hold a visible pair, not scaled by the rank's share of the heads."""
         return sum(step.blocks for step in self.steps)
 
     @property
     def rows_received(self) -> int:
-        """KV rows that arrive in one forward, rows in transit and in the exchange of heads included."""
+        """KV rows that arrive in one forward, including rows in transit and rows of the exchange of heads."""
         travelled = sum(step.recv.rows for step in self.steps if step.recv)
         return travelled + self.live_rows - self.tokens
 
     @property
     def rows_sent(self) -> int:
-        """KV rows that leave in one forward, the exchange of heads apart."""
+        """KV rows that leave in one forward, without the exchange of heads."""
         return sum(transfer.rows for stage in self.stages for transfer in stage.sends)
 
     @property
     def grad_rows_sent(self) -> int:
-        """Rows of partial dK, dV that leave in one backward, onwards and home, the exchange of heads apart."""
+        """Rows of partial dK, dV that leave in one backward, on or to the owner, without the exchange of heads."""
         return sum(t.rows for step in self.steps for t in (step.grad_send, step.home_send) if t)

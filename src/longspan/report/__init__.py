@@ -1,4 +1,7 @@
-"""A plan, a manifest of packed rows, or a topology: numbers, table, text, figure. No torch; matplotlib only for a figure."""
+"""Reports of plans, manifests of packed rows, and topologies: numbers, tables, text, figures. No torch.
+
+Only figures need matplotlib.
+"""
 
 from longspan.report.cells import HIDDEN, cell_map, owner_map
 from longspan.report.figure import draw_figure, save_figure

@@ -1,6 +1,6 @@
-"""What figures share: their look, a canvas apart from pyplot and its global state, and the file they end in.
+"""Style, canvas and output file of all figures. The canvas does not use pyplot and its global state.
 
-Colour stands for the rank and for nothing else; amounts are shades of grey-blue.
+Colours stand for ranks alone; amounts are shades of grey-blue.
 """
 
 from pathlib import Path
@@ -30,20 +30,20 @@ STYLE: Any = {
     "ytick.color": INK,
     "xtick.major.size": 3,
     "ytick.major.size": 3,
-    # Text stays text, and the same plan gives the same file.
+    # Keep text as text, and make files reproducible.
     "svg.fonttype": "none",
     "svg.hashsalt": "longspan",
 }
 
 
 def check_format(path: Path) -> None:
-    """Raises `SpecError` for a name that no figure can have."""
+    """Raise `SpecError` unless the file name ends with .svg or .png."""
     if path.suffix not in _FORMATS:
         raise SpecError(f"a figure cannot be written as {path.name!r}", hint="end the name with .svg or .png")
 
 
 def new_figure() -> "Figure":
-    """An empty figure; draw in it under `matplotlib.rc_context(STYLE)`. Raises `SpecError` without matplotlib."""
+    """Make an empty figure, to be drawn in under `matplotlib.rc_context(STYLE)`. Raises `SpecError` without matplotlib."""
     try:
         from matplotlib import figure
     except ImportError:
@@ -54,7 +54,7 @@ def new_figure() -> "Figure":
 
 
 def write_figure(figure: "Figure", path: Path) -> None:
-    """Raises `SpecError` for a file that cannot be written."""
+    """Save a figure as `path`. Raises `SpecError` if the file cannot be written."""
     from matplotlib import rc_context
 
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
@@ -64,17 +64,17 @@ def write_figure(figure: "Figure", path: Path) -> None:
     except OSError as error:
         raise SpecError(
             f"{path} cannot be written: {error.strerror}",
-            hint="name a file in a folder that exists and may be written to",
+            hint="name a file in an existing, writable folder",
         ) from error
 
 
 def figure_colors(ranks: int) -> list[tuple[float, ...]]:
-    """The ranks' colours, as matplotlib takes them."""
+    """Return the ranks' colours as matplotlib takes them, components from 0 to 1."""
     return [tuple(part / 255 for part in rgb) for rgb in rank_colors(ranks)]
 
 
 def even_ticks(count: int, most: int) -> list[int]:
-    """Up to `most` of the numbers below `count`, a power of two apart."""
+    """List up to `most` numbers below `count`, spaced by a power of two."""
     every = 1
     while count > most * every:
         every *= 2

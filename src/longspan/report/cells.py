@@ -1,6 +1,6 @@
-"""The attention matrix as a few cells: which rank computes most of the visible pairs in each.
+"""The attention matrix as a grid of cells: which rank computes most of the visible pairs in each cell.
 
-Bands are cut by the cells and counted in closed form, so a row of a million tokens costs no more than its cells.
+Pairs are counted in closed form, so the cost depends on the number of cells, not of tokens.
 
     S=8, striped, 2 ranks, causal         4 x 4 cells of 2 x 2 tokens: in a cell of the lower triangle both ranks
     0               0                     compute 2 pairs and take turns row by row; on the diagonal rank 1 has 2, rank 0 has 1
@@ -18,14 +18,15 @@ from longspan.plan.bands import expand
 Array = np.ndarray
 
 HIDDEN = -1
-"""A cell without a visible pair."""
+"""Value of a cell without a visible pair."""
 
 
 def cell_map(plan: Plan, rows: int, columns: int) -> Array:
-    """The rank with the most pairs in each cell, ties taken in turn row by row, `HIDDEN` for none: int64 `(rows, columns)`.
+    """Find the rank with most pairs in each cell, `HIDDEN` if there are none: int64 `(rows, columns)`, queries by keys.
 
-    Cells are queries by keys, as even as `seq_len` allows; with `rows = columns = seq_len` every cell is one pair. A pair is
-    computed by the rank that holds its query; where heads are exchanged, by its whole group, for which its first rank stands.
+    Tied ranks take turns row by row. Cells are as even as `seq_len` allows; with `rows = columns = seq_len` every cell
+    is one pair. A pair belongs to the rank that holds the query. If heads are exchanged, a pair belongs to a group, and
+    the cell holds the group's first rank.
     """
     across, down = cell_edges(plan.seq_len, columns), cell_edges(plan.seq_len, rows)
     first = first_ranks(plan)
@@ -37,7 +38,7 @@ def cell_map(plan: Plan, rows: int, columns: int) -> Array:
 
 
 def owner_map(layout: Layout, cells: int) -> Array:
-    """The rank that holds most tokens of each cell, ties in turn: int64 `(cells,)`."""
+    """Find the rank that holds most tokens of each cell: int64 `(cells,)`. Tied ranks take turns."""
     edges = cell_edges(layout.seq_len, cells)
     held = np.zeros((layout.ranks, cells), dtype=np.int64)
     for owner, start, stop in layout.spans.tolist():
@@ -47,25 +48,28 @@ def owner_map(layout: Layout, cells: int) -> Array:
 
 
 def first_ranks(plan: Plan) -> Array:
-    """For each rank the first of those that compute the same pairs, itself where no heads are exchanged: int64 `(ranks,)`."""
+    """First rank of each rank's group that exchanges heads, the rank itself without exchange: int64 `(ranks,)`."""
     first = [plan.degrees.members(group)[0] for group in range(plan.degrees.rows)]
     return np.array([first[plan.degrees.group_of(rank)] for rank in range(plan.ranks)])
 
 
 def cell_edges(seq_len: int, cells: int) -> Array:
-    """Where cells begin and end: int64 `(cells + 1,)`."""
+    """Edges of the cells: int64 `(cells + 1,)`."""
     return np.arange(cells + 1) * seq_len // cells
 
 
 def even_cells(seq_len: int, most: int) -> int:
-    """A number of cells up to `most`: one per token, or else, where there is one near `most`, a divisor of `seq_len`."""
+    """Choose a number of cells up to `most`: one per token if possible, else a divisor of `seq_len` above `most / 2`."""
     if seq_len <= most:
         return seq_len
     return next((cells for cells in range(most, most // 2, -1) if seq_len % cells == 0), most)
 
 
 def _row_areas(plan: Plan, counts_for: Array, start: int, stop: int, across: Array) -> Array:
-    """Pairs of queries `start..stop` in each column of cells, by the rank that `counts_for` each: int64 `(ranks, columns)`."""
+    """Count the pairs of queries `start..stop` in each column of cells: int64 `(ranks, columns)`.
+
+    Pairs of `rank` count for `counts_for[rank]`.
+    """
     layout, bands, spans = plan.layout, plan.mask.array, plan.layout.spans
     bands = bands[(bands[:, 0] < stop) & (bands[:, 1] > start)]
     spans = spans[(spans[:, 1] < stop) & (spans[:, 2] > start)]
@@ -91,7 +95,7 @@ def _row_areas(plan: Plan, counts_for: Array, start: int, stop: int, across: Arr
 
 
 def _strided_area(first: Array, count: Array, step: int, k0: Array, k1: Array, lo: Array, hi: Array) -> Array:
-    """Pairs of the queries `first, first + step, ...`, `count` of them, with keys `k0..k1`, where `lo <= i - j <= hi`."""
+    """Count the pairs of `count` queries `first, first + step, ...` with keys `k0..k1`, where `lo <= i - j <= hi`."""
 
     def up_to(bound: Array) -> Array:
         return _ramp(k1 - first + bound, count, step) - _ramp(k0 - first + bound, count, step)
@@ -100,7 +104,7 @@ def _strided_area(first: Array, count: Array, step: int, k0: Array, k1: Array, l
 
 
 def _ramp(height: Array, count: Array, step: int) -> Array:
-    """Sum of `max(0, height - step * a)` over `a < count`."""
+    """Sum `max(0, height - step * a)` over `a < count`."""
     terms = np.clip(_ceil(height, step), 0, count)
     return terms * height - step * (terms * (terms - 1) // 2)
 
@@ -110,7 +114,7 @@ def _ceil(a: Array, b: int) -> Array:
 
 
 def _dominant(amounts: Array, turn: Array) -> Array:
-    """Of each column of `(ranks, n)` the rank with the most; of `m` that tie the `turn % m`-th; `HIDDEN` where all have 0."""
+    """Find the rank with most in each column of `(ranks, n)`, `HIDDEN` if all have 0. Of `m` tied ranks take `turn % m`."""
     most = amounts.max(axis=0)
     tied = amounts == most
     chosen = tied & (np.cumsum(tied, axis=0) == turn % tied.sum(axis=0) + 1)

@@ -1,7 +1,4 @@
-"""A plan drawn with matplotlib, as SVG or PNG: the attention matrix, and each rank's pairs and bytes stage by stage.
-
-Colour stands for the rank and for nothing else; amounts are shades of grey-blue.
-"""
+"""A figure of a plan, as SVG or PNG: the attention matrix, and each rank's pairs and bytes stage by stage."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -56,7 +53,7 @@ _PANELS: tuple[tuple[Quantity, str], ...] = (
 )
 _GAPPED = 16
 _LABELLED = 8
-"""Up to so many ranks, cells and bars carry their number."""
+"""Most ranks for which cells and bars are labelled with their numbers."""
 
 
 def save_figure(plan: Plan, report: PlanReport, path: str | Path) -> None:
@@ -70,7 +67,7 @@ def save_figure(plan: Plan, report: PlanReport, path: str | Path) -> None:
 
 
 def draw_figure(plan: Plan, report: PlanReport) -> "Figure":
-    """The drawing as a matplotlib figure, apart from pyplot and its global state. Raises `SpecError` without matplotlib."""
+    """Draw `plan` as a matplotlib figure, without pyplot. Raises `SpecError` without matplotlib."""
     figure = new_figure()
     from matplotlib import rc_context
 
@@ -86,7 +83,7 @@ def draw_figure(plan: Plan, report: PlanReport) -> "Figure":
 
 
 def _draw_legend(figure: "Figure", plan: Plan) -> None:
-    """The ranks' colours, and below them those of their groups where heads are exchanged."""
+    """Draw the ranks' colours and, if heads are exchanged, the colours of their groups below."""
     axes, ranks = figure.add_axes((_MIDDLE, 0.935, _RIGHT - _MIDDLE, 0.032)), plan.ranks
     names = ["rank"] if plan.degrees.heads == 1 else ["rank", "group"]
     rows = np.stack((np.arange(ranks), first_ranks(plan)))[: len(names)]
@@ -97,9 +94,9 @@ def _draw_legend(figure: "Figure", plan: Plan) -> None:
 
 
 def _draw_matrix(figure: "Figure", plan: Plan) -> None:
-    """Keys across, queries down; a strip along each side tells which rank holds them."""
+    """Draw the attention matrix: keys across, queries down, and along each side a strip of the ranks that hold them."""
     striped = plan.layout.step > 1
-    # Under stripes the ranks take turns cell by cell, which finer cells would blur.
+    # With stripes the ranks alternate cell by cell; finer cells would blur.
     cells = even_cells(plan.seq_len, min(_MOST_CELLS, max(64, 4 * plan.ranks)) if striped else _MOST_CELLS)
     size, thick, gap, aspect = 0.44, 0.013, 0.006, WIDTH / HEIGHT
     extent = (0.0, plan.seq_len, plan.seq_len, 0.0)
@@ -107,7 +104,7 @@ def _draw_matrix(figure: "Figure", plan: Plan) -> None:
     ranks = cell_map(plan, cells, cells)
     holders, first = owner_map(plan.layout, cells), first_ranks(plan)
     exact = cells == plan.seq_len
-    # Beyond the few distinct colours a pale one would read as another rank.
+    # With more ranks than distinct colours, a pale colour would look like another rank.
     pale = plan.ranks <= DISTINCT and (exact or not striped)
     _show_ranks(matrix, ranks, plan.ranks, extent, np.where(first[holders] == ranks, 1.0, _PALE) if pale else None)
     queries = figure.add_axes((_LEFT - gap - thick, _BOTTOM, thick, size * aspect))
@@ -127,27 +124,27 @@ def _draw_matrix(figure: "Figure", plan: Plan) -> None:
 
 
 def _captions(plan: Plan, cells: int, pale: bool) -> list[str]:
-    """What a cell shows, what is pale, and whose colour a group has."""
+    """Explain cells, pale colours and the colours of groups."""
     unit, side = "rank" if plan.degrees.heads == 1 else "group", f"{plan.seq_len / cells:,.4g}"
     captions = []
     if cells < plan.seq_len:
-        captions.append(f"A cell of {side} x {side} tokens shows the {unit} with most pairs, equals in turn.")
+        captions.append(f"A cell of {side} x {side} tokens shows the {unit} with most pairs; ties alternate.")
     if pale and plan.degrees.rows > 1:
         captions.append(f"Pale: keys of another {unit}.")
     if unit == "group":
         captions.append(
-            "A group has its first rank's colour: its ranks share the heads. Strips: who holds tokens before."
+            "A group has its first rank's colour: its ranks share the heads. Strips: owners before the exchange."
         )
     return captions
 
 
 def _note(figure: "Figure", left: float, width: int, *sentences: str) -> None:
-    """Small print below a drawing, in two lines of `width` characters."""
+    """Write small print below a drawing, in lines of `width` characters."""
     figure.text(left, 0.028, fill(" ".join(sentences), width), fontsize=8, va="center", linespacing=1.2)
 
 
 def _draw_first_tokens(matrix: "Axes", plan: Plan) -> None:
-    """The corner of the matrix pair by pair, set into its empty half."""
+    """Draw the first tokens of the matrix pair by pair, as an inset in the empty upper half."""
     first = min(plan.seq_len, max(16, 2 * plan.ranks))
     axes = matrix.inset_axes((0.6, 0.57, 0.37, 0.37), facecolor="white")
     corner = Mask.bands(first, _corner_bands(plan.mask.array, first))
@@ -157,7 +154,7 @@ def _draw_first_tokens(matrix: "Axes", plan: Plan) -> None:
 
 
 def _corner_bands(bands: Array, first: int) -> list[Band]:
-    """The part of trimmed bands `(n, 6)` within the first queries and keys."""
+    """Cut trimmed bands `(n, 6)` to the `first` queries and keys."""
     inside = bands[(bands[:, 0] < first) & (bands[:, 2] < first)]
     return [(q0, min(q1, first), k0, min(k1, first), lo, hi) for q0, q1, k0, k1, lo, hi in inside.tolist()]
 
@@ -182,9 +179,9 @@ def _show_ranks(
 
 
 def _draw_stages(figure: "Figure", report: PlanReport, hops: bool) -> None:
-    """Three maps of rank by stage, each with the ranks' totals beside it; forward and backward share one scale.
+    """Draw three maps of rank by stage, each with the ranks' totals beside it; forward and backward share one scale.
 
-    Where heads are exchanged, that has a column of its own at the end.
+    The exchange of heads, if any, is a last column.
     """
     grid = figure.add_gridspec(
         3, 2, left=_MIDDLE, right=_RIGHT, top=0.84, bottom=_BOTTOM, hspace=0.36, wspace=0.04, width_ratios=(2.6, 1)
@@ -209,7 +206,7 @@ def _draw_stages(figure: "Figure", report: PlanReport, hops: bool) -> None:
         _label_stages(heat, report.num_stages, heads)
         _draw_totals(bars, tables[name].sum(axis=1), words)
         heat.set_title(title + (note if labelled else f" (darkest: {words(most)})"))
-        bars.set_title("in all, and mean")
+        bars.set_title("total, and mean")
     heat.set_xlabel("stage: hops the keys have made (0 = own shard)" if hops else "stage (0 = own shard)")
     _note(figure, _MIDDLE, 84, bytes_note(report))
 

@@ -1,8 +1,8 @@
-"""A manifest in numbers: one frozen record that the summary, the text and the figure all read.
+"""A manifest in numbers: one frozen record for the summary, the text and the figure.
 
-Lengths are binned by powers of two, so that a bin of long documents and one of short ones are as wide:
+Document lengths are binned by powers of two:
 
-    up to     1k  ████          of the documents
+    up to     1k  ████          share of the documents
               2k  ████████
 """
 
@@ -19,8 +19,7 @@ Array = np.ndarray
 
 
 class Bin(NamedTuple):
-    """Documents of more than half of `most` tokens, and of `most` at most: their share of all, of the tokens, and of the
-    pairs without a window."""
+    """Documents of more than `most / 2` and at most `most` tokens: shares of all documents, tokens, and causal pairs."""
 
     most: int
     documents: float
@@ -30,8 +29,11 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackReport:
-    """R rows on `cp` ranks. `lengths` int64 (P,) are those of all pieces of documents; `tokens`, `padding`, `pairs`
-    int64 (R,); `rank_tokens` and so on (R, cp). The manifest's columns have the same names and units."""
+    """The columns of a manifest of R rows on `cp` ranks, with the manifest's names and units.
+
+    `lengths` is int64 (P,), the tokens of all P pieces of documents. `tokens`, `padding`, `pairs` are int64 (R,), and
+    `rank_tokens`, `rank_pairs`, `rank_blocks`, `rank_bytes` int64 (R, cp).
+    """
 
     name: str
     epochs: int
@@ -57,12 +59,12 @@ class PackReport:
 
     @property
     def fill(self) -> Array:
-        """Of each row: its tokens over those it has room for."""
+        """Tokens over `seq_len`, by row."""
         return self.tokens / self.seq_len
 
     @cached_property
     def imbalance(self) -> Array:
-        """Of each row: the most pairs of a rank over the mean, 1.0 is even."""
+        """Most pairs of a rank over the mean, by row; 1.0 is even."""
         mean = self.rank_pairs.mean(axis=1)
         return np.divide(self.rank_pairs.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0)
 
@@ -72,7 +74,7 @@ class PackReport:
 
     @cached_property
     def bins(self) -> list[Bin]:
-        """From the shortest to the longest documents, empty bins between them included."""
+        """All bins from the shortest to the longest documents, including empty bins."""
         power = np.ceil(np.log2(self.lengths)).astype(np.int64)
         weights = (np.ones(len(power)), self.lengths, self.lengths * (self.lengths + 1) // 2)
         first, sums = int(power.min()), [np.bincount(power - power.min(), weight) for weight in weights]
@@ -80,7 +82,7 @@ class PackReport:
         return [Bin(1 << (first + i), *share) for i, share in enumerate(shares.tolist())]
 
     def summary(self) -> dict[str, Any]:
-        """The whole in a few numbers, which JSON can hold. Bytes, pairs: as the columns of the manifest."""
+        """Summarise the manifest in a few numbers, for JSON. Bytes and pairs have the units of the manifest's columns."""
         return {
             "packs": len(self.tokens),
             "epochs": self.epochs,
@@ -102,36 +104,36 @@ class PackReport:
 
 
 def pack_headline(report: PackReport) -> str:
-    """What was packed."""
+    """Describe rows, epochs, sequence length and packing in one line."""
     rows, epochs = f"{len(report.tokens):,} row{'s' * (len(report.tokens) != 1)}", f"{report.epochs} epochs"
     of = f" of {epochs}" if report.epochs > 1 else ""
     return f"{rows}{of}, up to {short_tokens(report.seq_len)} tokens each, packing {report.packing}"
 
 
 def pack_lines(report: PackReport) -> Iterator[tuple[str, str]]:
-    """The summary in words: what, and how much."""
-    told = report.summary()
-    cut = f", {told['documents_cut']:,} of them cut: {told['pieces']:,} pieces" if told["documents_cut"] else ""
-    yield "rows", f"{told['packs']:,}" + f" of {told['epochs']} epochs" * (told["epochs"] > 1)
-    yield "documents", f"{told['documents']:,}{cut}"
-    yield "tokens", f"{told['tokens']:,}"
-    yield "fill", f"mean {told['fill_mean']:.4f}, worst {told['fill_worst']:.4f} of {report.seq_len:,}"
-    yield "pairs", f"{short_count(told['pairs'])} {_layers(report)}, forward"
+    """Format the summary as lines of (name, value)."""
+    totals = report.summary()
+    cut = f", {totals['documents_cut']:,} of them cut: {totals['pieces']:,} pieces" if totals["documents_cut"] else ""
+    yield "rows", f"{totals['packs']:,}" + f" of {totals['epochs']} epochs" * (totals["epochs"] > 1)
+    yield "documents", f"{totals['documents']:,}{cut}"
+    yield "tokens", f"{totals['tokens']:,}"
+    yield "fill", f"mean {totals['fill_mean']:.4f}, worst {totals['fill_worst']:.4f} of {report.seq_len:,}"
+    yield "pairs", f"{short_count(totals['pairs'])} {_layers(report)}, forward"
     yield (
         "imbalance",
         (
-            f"mean {told['imbalance_mean']:.3f}, worst {told['imbalance_worst']:.3f} x mean pairs: "
+            f"mean {totals['imbalance_mean']:.3f}, worst {totals['imbalance_worst']:.3f} x mean pairs: "
             f"{report.layout} layout, {_ranks(report)}"
         ),
     )
     yield (
         "sent",
-        f"{short_bytes(told['bytes'])} {_layers(report)}, {_heads(report)}, forward and backward: {report.route} route",
+        f"{short_bytes(totals['bytes'])} {_layers(report)}, {_heads(report)}, forward and backward: {report.route} route",
     )
 
 
 def pack_note(report: PackReport) -> str:
-    """What the counts of ranks are of."""
+    """Describe what the counts by rank refer to: layout, route, ranks, layers and heads."""
     return f"{report.layout} layout, {report.route} route, {_ranks(report)}; {_layers(report)}, {_heads(report)}"
 
 

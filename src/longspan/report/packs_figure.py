@@ -1,7 +1,7 @@
-"""A manifest drawn with matplotlib, as SVG or PNG: lengths of documents, fill of rows, pairs between ranks.
+"""A figure of a manifest, as SVG or PNG.
 
 lengths of documents, by count, tokens, pairs   |   fill of each row
-pairs of each rank, from row to row             |   imbalance of each row
+pairs of each rank over all rows                |   imbalance of each row
 """
 
 from pathlib import Path
@@ -32,18 +32,18 @@ Array = np.ndarray
 _DASHED = (0, (3, 3))
 _LABEL: dict[str, Any] = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
 _LABELLED = 8
-"""Up to so many ranks, bars carry their number."""
+"""Most ranks for which bars are labelled with their share."""
 
 
 def save_packs(report: PackReport, path: str | Path) -> None:
-    """Draw a manifest into `path`, `.svg` or `.png`. Raises `SpecError` as `save_figure`."""
+    """Draw a manifest into `path`, `.svg` or `.png`. Raises `SpecError` like `save_figure`."""
     path = Path(path)
     check_format(path)
     write_figure(draw_packs(report), path)
 
 
 def draw_packs(report: PackReport) -> "Figure":
-    """The drawing as a matplotlib figure. Raises `SpecError` without matplotlib."""
+    """Draw a manifest as a matplotlib figure. Raises `SpecError` without matplotlib."""
     figure = new_figure()
     from matplotlib import rc_context
 
@@ -92,7 +92,7 @@ def _draw_imbalance(axes: "Axes", report: PackReport) -> None:
 
 
 def _draw_rows(axes: "Axes", values: Array) -> None:
-    """A value for each row, and their mean."""
+    """Plot a value per row, and the mean."""
     axes.plot(np.arange(len(values)), values, ".", color=SHADES[3], markersize=5 if len(values) <= 500 else 2)
     axes.axhline(float(values.mean()), color=INK, linewidth=0.8, linestyle=_DASHED)
     axes.set_xlim(-0.02 * len(values) - 0.5, 1.02 * len(values) - 0.5)
@@ -102,7 +102,7 @@ def _draw_rows(axes: "Axes", values: Array) -> None:
 
 
 def _draw_ranks(axes: "Axes", report: PackReport) -> None:
-    """Pairs of each rank over all rows, beside their mean, with what it sends for them."""
+    """Draw the pairs of each rank over all rows and their mean. The title gives the bytes that a rank sends."""
     ranks, pairs = report.cp, report.rank_pairs.sum(axis=0)
     axes.bar(np.arange(ranks), pairs, width=0.8 if ranks <= 32 else 1.0, color=figure_colors(ranks))
     axes.axhline(float(pairs.mean()), color=INK, linewidth=0.8, linestyle=_DASHED)
@@ -117,8 +117,8 @@ def _draw_ranks(axes: "Axes", report: PackReport) -> None:
             )
     axes.set_xlabel("rank")
     sent = report.rank_bytes.sum(axis=0)
-    told = f"{short_bytes(sent.mean())} sent by a rank, at most {short_bytes(sent.max())}"
-    axes.set_title(f"pairs of each rank, of all rows; {told}")
+    traffic = f"{short_bytes(sent.mean())} sent by a rank, at most {short_bytes(sent.max())}"
+    axes.set_title(f"pairs of each rank, of all rows; {traffic}")
     _open(axes)
 
 

@@ -1,4 +1,4 @@
-"""A manifest drawn in text of at most 80 columns: lengths of documents, fill of rows, pairs of each rank."""
+"""A manifest as text of at most 80 columns: lengths of documents, fill of rows, pairs of each rank."""
 
 import numpy as np
 from rich import box
@@ -17,7 +17,7 @@ _FILLS = (0.0, 0.5, 0.9, 0.99, 1.0)
 
 
 def print_packs(console: Console, report: PackReport) -> None:
-    """Draw a manifest on `console`."""
+    """Print a manifest on `console`."""
     block = "#" if console.options.ascii_only else "█"
     plain = console.options.ascii_only or console.no_color or console.color_system is None
     console.print(Text(pack_headline(report), style="bold"), Text(pack_note(report)), sep="\n", width=_WIDTH)
@@ -26,7 +26,7 @@ def print_packs(console: Console, report: PackReport) -> None:
 
 
 def packs_table(report: PackReport) -> Table:
-    """The summary: a line for each number."""
+    """Make a table of the summary, one line per number."""
     table = Table(show_header=False, box=None)
     for line in pack_lines(report):
         table.add_row(*line)
@@ -51,7 +51,7 @@ def _fill(report: PackReport, block: str) -> Table:
 
 
 def _ranks(report: PackReport, block: str, plain: bool) -> Table:
-    """Each rank's pairs of all rows, and the row in which it has most above the mean."""
+    """Make a table of each rank's pairs over all rows, and its largest ratio to the mean in one row."""
     table = _table("rank", "pairs")
     table.add_column("worst row", justify="right")
     pairs, mean = report.rank_pairs.sum(axis=0), report.rank_pairs.mean(axis=1, keepdims=True)
@@ -64,7 +64,7 @@ def _ranks(report: PackReport, block: str, plain: bool) -> Table:
 
 
 def _table(first: str, *names: str) -> Table:
-    """A column to the right, then for each name one for bars and one for what they are."""
+    """Make an empty table: a right-aligned column `first`, then for each name a column of bars and one of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, justify="right", no_wrap=True)
     for name in names:
@@ -74,5 +74,5 @@ def _table(first: str, *names: str) -> Table:
 
 
 def _bar(share: float, block: str) -> str:
-    """At least one character for what is not nothing."""
+    """Make a bar, of at least one character unless `share` is 0."""
     return block * max(round(share * _BAR), int(share > 0))

@@ -1,7 +1,7 @@
-"""One colour and one letter for each rank, the same in the terminal and in figures.
+"""One colour and one character for each rank, the same in the terminal and in figures.
 
-Up to eight ranks: Okabe and Ito's set (jfly.uni-koeln.de/color), told apart with any colour vision. Beyond: a ramp of rising
-lightness after Crameri's batlow (doi.org/10.5281/zenodo.1243862), where near colours mean near ranks.
+Up to eight ranks: Okabe and Ito's palette (jfly.uni-koeln.de/color), distinct for all types of colour vision. Beyond: a
+ramp of rising lightness after Crameri's batlow (doi.org/10.5281/zenodo.1243862), where near colours mean near ranks.
 """
 
 Rgb = tuple[int, int, int]
@@ -17,7 +17,7 @@ _FEW: tuple[Rgb, ...] = (
     (240, 228, 66),
 )
 DISTINCT = len(_FEW)
-"""Up to so many ranks each has a colour of its own name."""
+"""Most ranks with distinct colours."""
 
 _RAMP: tuple[Rgb, ...] = (
     (1, 25, 89),
@@ -34,20 +34,20 @@ _SYMBOLS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz+="
 
 
 def rank_colors(ranks: int) -> list[Rgb]:
-    """A colour for each of `ranks` ranks, red, green and blue from 0 to 255."""
+    """Return a colour for each of `ranks` ranks: red, green and blue from 0 to 255."""
     if ranks <= len(_FEW):
         return list(_FEW[:ranks])
     return [_between(rank / (ranks - 1) * (len(_RAMP) - 1)) for rank in range(ranks)]
 
 
 def muted(color: Rgb) -> Rgb:
-    """Half way to grey: the same rank, made less of, on a light and on a dark background."""
+    """Mix a colour half with grey, to mute it on light and dark backgrounds alike."""
     r, g, b = ((part + 128) // 2 for part in color)
     return r, g, b
 
 
 def rank_symbol(rank: int) -> str:
-    """One character for a rank where there is no colour: 64 of them, then again from the first."""
+    """Return one character for a rank, for output without colour. Characters repeat after 64 ranks."""
     return _SYMBOLS[rank % len(_SYMBOLS)]
 
 

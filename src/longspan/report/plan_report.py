@@ -1,6 +1,6 @@
-"""A plan in numbers: one frozen record that the table, the JSON and the drawings all read.
+"""A plan in numbers: one frozen record for the table, the JSON and the drawings.
 
-Every count is summed from the plan's own tiles and transfers; nothing is modelled here.
+All counts are sums over the plan's tiles and transfers; nothing is estimated.
 """
 
 import json
@@ -22,14 +22,13 @@ Quantity = Literal["area", "rows_received", "rows_sent", "grad_rows_sent", "byte
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """One step of one rank, on the keys of `source`.
+    """One step of one rank, on the keys of `source`. If heads are exchanged, `source` is a group rather than a rank.
 
-    Where rows hop (ring, rotate), `distance` counts the hops between the rank that owns the keys and the one that computes,
-    and is the `stage`; else it is `(rank - source) mod ranks`, and a stage may be several steps. Ranks are groups where heads
-    are exchanged.
+    `distance` is the number of hops from `source` and equals `stage` if rows hop (ring, rotate). Otherwise it is
+    `(rank - source) mod ranks`, and a stage may have several steps.
 
-    Rows and bytes that are sent leave during this stage and stand at its first step; `rows_received` arrived for it.
-    `grad_rows_sent` are rows of partial dK and dV, those on their last trip (`grad_rows_home`) included.
+    `rows_sent` and bytes leave during the stage, and are counted at its first step; `rows_received` arrived for the
+    step. `grad_rows_sent` is rows of partial dK and dV, including rows sent to their owner (`grad_rows_home`).
     """
 
     stage: int
@@ -46,10 +45,11 @@ class StepReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank: its tokens, the pairs it computes, their share of all pairs, its traffic, and the same step by step.
+    """Tokens, work and traffic of one rank, in total and by step.
 
-    Where heads are exchanged, `group` computes the same pairs, each rank for its heads: an `area` is pairs times its share of
-    the heads, and `blocks` (of 128 x 128) likewise. `bytes_heads_...` are sent in that exchange, and are no part of a step.
+    If heads are exchanged, all ranks of a `group` compute the same pairs, each for its heads. `area` and `blocks` (of
+    128 x 128) are then scaled by the rank's share of the heads. `bytes_heads_...` are sent in the exchange of heads,
+    and not part of any step.
     """
 
     rank: int
@@ -71,11 +71,11 @@ class RankReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The whole plan. Bytes are sent bytes per batch row, of all heads, or of one KV head if `heads` is None.
+    """The whole plan. Bytes are bytes sent per batch row, for all heads, or for one KV head if `heads` is None.
 
-    `plain_ring_rows` is what a ring that passes every shard all the way round sends in one forward: `seq_len * (ranks - 1)`,
-    and `plain_ring_bytes` its bytes in the inputs' type; `rows_relative` and `bytes_relative` are `rows_sent` and
-    `bytes_forward` over these, 0 where a plain ring sends nothing either.
+    A plain ring sends every shard to every rank: `plain_ring_rows` is `seq_len * (ranks - 1)` in one forward, and
+    `plain_ring_bytes` the same in bytes of the inputs' dtype. `rows_relative` and `bytes_relative` are `rows_sent` and
+    `bytes_forward` over these, or 0 on one rank.
     """
 
     layout: str
@@ -109,11 +109,11 @@ class PlanReport:
 
     @property
     def num_stages(self) -> int:
-        """Stages from a rank's own shard to the last in which any rank computes or carries anything."""
+        """Number of stages up to the last in which any rank computes or transfers anything."""
         return 1 + max(step.stage for rank in self.per_rank for step in rank.steps)
 
     def by_stage(self, quantity: Quantity) -> Array:
-        """One quantity of every rank and stage: `(ranks, num_stages)`, int64, or float64 for areas; 0 where one is left out."""
+        """Tabulate one quantity by rank and stage: `(ranks, num_stages)`, int64, or float64 for areas."""
         table = np.zeros((self.ranks, self.num_stages), dtype=np.float64 if quantity == "area" else np.int64)
         for rank in self.per_rank:
             for step in rank.steps:
@@ -121,17 +121,17 @@ class PlanReport:
         return table
 
     def in_exchange(self, quantity: Quantity) -> Array:
-        """What of a quantity is in no stage but in the exchange of heads, by rank: int64 `(ranks,)`."""
+        """Part of a quantity that belongs to the exchange of heads, by rank: int64 `(ranks,)`."""
         names = {"bytes_forward": "bytes_heads_forward", "bytes_backward": "bytes_heads_backward"}
         return np.array([getattr(rank, names[quantity]) if quantity in names else 0 for rank in self.per_rank])
 
     def to_json(self) -> str:
-        """The record as JSON; keys are the names of the fields."""
+        """Serialise the record as JSON; keys are the names of the fields."""
         return json.dumps(asdict(self), indent=2)
 
 
 def describe(plan: Plan, head_dim: int, itemsize: int) -> PlanReport:
-    """Count `plan`: `head_dim` is D of keys and of values, `itemsize` the bytes of one of their elements.
+    """Count the work and traffic of `plan`. `head_dim` is D of keys and of values, `itemsize` the bytes of an element.
 
     Raises `SpecError` if either is below 1.
     """
@@ -198,14 +198,14 @@ def _rank(plan: Plan, share: RankPlan, onward: int, head_dim: int, itemsize: int
         steps=steps,
     )
     planned = [plan.bytes(share.rank, phase, head_dim, itemsize) for phase in ("forward", "backward")]
-    assert planned == [report.bytes_forward, report.bytes_backward], "something on the wire costs something else"
+    assert planned == [report.bytes_forward, report.bytes_backward], "the report and the plan count different bytes"
     return report
 
 
 def _steps(plan: Plan, share: RankPlan, onward: int, row: int, partial: int) -> Iterator[StepReport]:
-    """`row` and `partial` are the bytes of a row of keys and values, and of a row of their partial gradients."""
+    """Report the steps of a rank. `row` is the bytes of a KV row, `partial` the bytes of a row of partial gradients."""
     group, groups = plan.degrees.group_of(share.rank), plan.degrees.rows
-    # Where nothing arrives but something leaves, rows of the own shard do.
+    # A stage without steps may still send rows of the own shard: report those at an empty step.
     stages = [(stage, stage.steps or (Step(group, 0, ()),)) for stage in share.stages]
     areas = iter(_areas([step for _, steps in stages for step in steps]))
     for stage, steps in stages:
@@ -231,8 +231,10 @@ def _steps(plan: Plan, share: RankPlan, onward: int, row: int, partial: int) -> 
 
 
 def _heads(share: HeadShare, staged: bool, row: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes sent in the exchange of heads: q, k, v there and out back; backward (after these again, if `staged`) d out there
-    and dq, dk, dv back."""
+    """Bytes sent in the exchange of heads, forward and backward.
+
+    Forward sends q, k, v, and out back. Backward sends dout, and dq, dk, dv back, after repeating forward if `staged`.
+    """
     size = head_dim * itemsize
     grads = 2 * head_dim * (max(itemsize, 4) if share.replicates else itemsize)
     forward = share.bytes_there(size, row) + share.bytes_back(size, 0)
@@ -240,7 +242,7 @@ def _heads(share: HeadShare, staged: bool, row: int, head_dim: int, itemsize: in
 
 
 def _areas(steps: Sequence[Step]) -> list[int]:
-    """Pairs of each step, all tiles counted at once."""
+    """Count the pairs of each step, all tiles at once."""
     numbers = [len(step.tiles) for step in steps]
     tiles = np.array([tile for step in steps for tile in step.tiles], dtype=np.int64).reshape(-1, 6)
     totals = np.concatenate(([0], np.cumsum(algebra.area(tiles))))
@@ -248,7 +250,7 @@ def _areas(steps: Sequence[Step]) -> list[int]:
 
 
 def _direction(shares: Iterable[RankPlan], plan: Plan) -> int:
-    """-1 if rows hop from each group to the one before, read off the first that are sent; else +1."""
+    """Direction of the ring: -1 if rows hop from each group to the group before, else +1."""
     for share in shares:
         for stage in share.stages:
             if share.relays and stage.sends:
@@ -262,7 +264,7 @@ def _rows(transfer: Transfer | None) -> int:
 
 
 def mask_words(mask: Mask) -> str:
-    """`causal mask`, `causal window of 4,096`, `prefix of 512`, `3 causal documents`, or else `mask of 7 bands`."""
+    """Describe a mask: `causal mask`, `causal window of 4,096`, `prefix of 512`, `3 causal documents`, `mask of 7 bands`."""
     q0, q1, k0, k1, lo, hi = mask.array.T
     number = len(mask.array)
     if not number:

@@ -1,6 +1,6 @@
-"""The table of a plan: one line per rank, then totals.
+"""The table of a plan for a terminal of 80 columns: one line per rank, then totals.
 
-For a terminal of 80 columns; programs read `PlanReport.to_json`.
+Programs should read `PlanReport.to_json` instead.
 """
 
 from rich import box
@@ -13,7 +13,7 @@ from longspan.report.words import bytes_note, exchange_note, headline, in_full, 
 
 
 def plan_table(report: PlanReport) -> Group:
-    """A rich renderable: headline, why the route was chosen, table with totals, what the bytes count."""
+    """Make a rich renderable: headline, reason for the route, table with totals, and notes on what bytes count."""
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("rank", footer="total")
     for name, total in (

@@ -1,6 +1,6 @@
-"""A plan drawn in text of at most 80 columns: the attention matrix, then what each rank computes and sends stage by stage.
+"""A plan as text of at most 80 columns: the attention matrix, then what each rank computes and sends stage by stage.
 
-With colour a rank is a colour, half blocks give square cells; without, it is a letter. Both say the same.
+With colour, a rank is a colour and half blocks give square cells. Without, a rank is a character.
 """
 
 from math import ceil
@@ -32,16 +32,16 @@ _WIDTH = 80
 _LABEL = 8
 _MOST_CELLS = 64
 _SMALL = 32
-"""Up to so many tokens every cell is one pair, two characters wide."""
+"""Most tokens for which every cell is one pair, two characters wide."""
 _STRIP = 16
 _HEADS = 2
-"""Characters of a strip for the exchange of heads, after a gap of one."""
+"""Characters of a strip for the exchange of heads, after a gap of one character."""
 _QUANTITIES: tuple[Quantity, ...] = ("area", "bytes_forward", "bytes_backward")
 _SHADES, _ASCII_SHADES = "·░▒▓█", ".:+*#"
 
 
 def print_plan(console: Console, plan: Plan, report: PlanReport) -> None:
-    """Draw `plan` on `console`; `report` is `describe(plan, ...)` of the same plan."""
+    """Print `plan` on `console`; `report` is `describe(plan, ...)` of the same plan."""
     ascii_only = console.options.ascii_only
     plain = ascii_only or console.no_color or console.color_system is None
     colors = rank_colors(plan.ranks)
@@ -57,10 +57,10 @@ def print_plan(console: Console, plan: Plan, report: PlanReport) -> None:
 
 
 def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
-    """Keys across, queries down; a strip along each side tells which rank holds them.
+    """Draw the attention matrix: keys across, queries down, and along each side a strip of the ranks that hold them.
 
-    Where heads are exchanged, a cell is its group's, in the colour of the first rank. `styles` are the ranks' colours, then
-    their muted ones; None draws letters.
+    If heads are exchanged, a cell has the colour of its group's first rank. `styles` is the ranks' colours, then their
+    muted colours; None draws characters.
     """
     small = plan.seq_len <= _SMALL
     columns = plan.seq_len if small else even_cells(plan.seq_len, _MOST_CELLS)
@@ -68,8 +68,8 @@ def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
     rows = columns if small or halves else columns // 2
     per_line = 2 if halves else 1
     holders, ranks = owner_map(plan.layout, columns), cell_map(plan, rows, columns)
-    told_apart = styles is not None and plan.ranks <= DISTINCT and (columns == plan.seq_len or plan.layout.step == 1)
-    if told_apart:
+    mutes = styles is not None and plan.ranks <= DISTINCT and (columns == plan.seq_len or plan.layout.step == 1)
+    if mutes:
         ranks = np.where((ranks == HIDDEN) | (ranks == first_ranks(plan)[holders]), ranks, ranks + plan.ranks)
     cells = np.full((rows + 2 * per_line + rows % per_line, columns + 2), HIDDEN)
     cells[:per_line, 2:] = holders
@@ -92,7 +92,7 @@ def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
     if rows < plan.seq_len:
         size = f"{plan.seq_len / rows:,.4g} x {plan.seq_len / columns:,.4g}"
         notes.append(f"A cell of {size} tokens shows the {unit} with most pairs.")
-    if told_apart:
+    if mutes:
         notes.append(f"Muted: keys of another {unit}.")
     if unit == "group":
         notes.append("A group is drawn as its first rank: its ranks share the heads.")
@@ -101,7 +101,7 @@ def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
 
 
 def _cell(above: int, below: int, width: int, styles: list[Style] | None) -> Text:
-    """One character for two cells, one above the other, or `width` characters for one (`above` = `below`)."""
+    """Draw two cells, one above the other, in one character, or one cell (`above` = `below`) in `width` characters."""
     if styles is None:
         return Text((" " if above == HIDDEN else rank_symbol(above)).ljust(width))
     if above == below:
@@ -119,10 +119,10 @@ def _key_axis(seq_len: int, width: int) -> str:
 
 
 def _stages(report: PlanReport, styles: list[Style] | None, shades: str) -> Table:
-    """A line per rank: a shade per stage and the total, for pairs, bytes sent forward and bytes sent backward."""
+    """Make a table with a line per rank: shades by stage and the total of pairs, bytes forward and bytes backward."""
     area, forward, backward = (_fold(report.by_stage(name), _columns(report)) for name in _QUANTITIES)
     heads = [report.in_exchange(name) for name in _QUANTITIES]
-    # Forward and backward share one scale, so that their shades compare.
+    # Forward and backward share one scale, so that shades are comparable.
     most_bytes = int(max(amounts.max() for amounts in (forward, backward, *heads)))
     wide = _columns_of_a_stage(report)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -157,7 +157,7 @@ def _legend(report: PlanReport, shades: str) -> str:
 
 
 def _columns(report: PlanReport) -> int:
-    """Characters of a strip for the stages."""
+    """Characters of a strip that are for stages."""
     return _STRIP if report.head_degree == 1 else _STRIP - 1 - _HEADS
 
 
@@ -166,7 +166,7 @@ def _columns_of_a_stage(report: PlanReport) -> int:
 
 
 def _fold(table: Array, columns: int) -> Array:
-    """Sum neighbouring stages until they fit the columns."""
+    """Sum neighbouring stages so that they fit into `columns`."""
     size = -(-table.shape[1] // columns)
     return np.add.reduceat(table, np.arange(0, table.shape[1], size), axis=1)
 

@@ -1,4 +1,4 @@
-"""A topology in numbers: one frozen record that the table, the drawing and the JSON read."""
+"""A topology in numbers: one frozen record for the table, the drawing and the JSON."""
 
 import json
 import re
@@ -11,16 +11,16 @@ from longspan.topology.nodes import Nodes
 
 _DENSE = ("tp", "dp", "cp", "pp")
 _EXPERT = ("ep", "edp", "pp")
-_TOLD = ("dp-cp", "tp-cp", "tp-dp-cp", "tp-dp-pp", "tp-pp", "ep-pp")
-"""Products that the table shows; the record has all."""
+_SHOWN = ("dp-cp", "tp-cp", "tp-dp-cp", "tp-dp-pp", "tp-pp", "ep-pp")
+"""Products of axes that the table shows; the record has all products."""
 _NUMBERS = re.compile(r"\[\s+(\d[\d,\s]*?)\s+\]")
 
 
 @dataclass(frozen=True)
 class Reach:
-    """How far the groups of an axis or a product reach: how many there are, and how many stay inside a node and a domain.
+    """Placement of the groups of an axis or a product: how many groups, and how many stay inside a node or a domain.
 
-    `nodes` is the most nodes that one of them has ranks in. `inside_domain` is None where there are no domains.
+    `nodes` is the largest number of nodes of a group. `inside_domain` is None without domains.
     """
 
     degree: int
@@ -32,7 +32,7 @@ class Reach:
 
 @dataclass(frozen=True)
 class TopologyReport:
-    """The groups of every axis and product, and where they lie. `assumed`: nobody said how many ranks a node has."""
+    """The groups of every axis and product, and their placement. `assumed`: `ranks_per_node` was not given."""
 
     topology: Topology
     nodes: Nodes
@@ -43,13 +43,13 @@ class TopologyReport:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes with more than one rank, then the products of such that the table shows."""
+        """Axes with more than one rank, then the products of these that the table shows."""
         single = [axes for axes in self.groups if "-" not in axes and self.topology.degree(axes) > 1]
-        wide = [axes for axes in _TOLD if axes in self.groups and all(axis in single for axis in axes.split("-"))]
+        wide = [axes for axes in _SHOWN if axes in self.groups and all(axis in single for axis in axes.split("-"))]
         return tuple(single + wide) or ("dp",)
 
     def record(self) -> dict[str, Any]:
-        """What the JSON says."""
+        """Convert to plain values, for JSON."""
         topology, nodes = self.topology, self.nodes
         names = ("dp", "tp", "pp", "cp", "ep", "edp")
         return {
@@ -66,16 +66,16 @@ class TopologyReport:
         }
 
     def to_json(self, **more: Any) -> str:
-        """The record as JSON with `more` keys after its own, lists of numbers on a line each."""
+        """Serialise the record as JSON, with the keys `more` at the end, and each list of numbers on one line."""
         return _NUMBERS.sub(lambda found: f"[{' '.join(found[1].split())}]", json.dumps(self.record() | more, indent=2))
 
 
 def describe_topology(
     topology: Topology, ranks_per_node: int | None = None, domain: int | None = None
 ) -> TopologyReport:
-    """The groups of `topology` and where they lie. Without `ranks_per_node` nodes have 8 ranks, or 4, or are one.
+    """List the groups of `topology` and their placement. Default `ranks_per_node`: `Nodes.usual`.
 
-    Raises `SpecError` for nodes and domains that do not fit, see `Nodes`.
+    Raises `SpecError` for nodes and domains that do not fit, like `Nodes`.
     """
     assumed = ranks_per_node is None
     nodes = Nodes.usual(topology, domain) if ranks_per_node is None else Nodes(topology, ranks_per_node, domain)
@@ -85,7 +85,7 @@ def describe_topology(
 
 
 def _names(topology: Topology) -> list[str]:
-    """Every axis and product of axes; HSDP's two where there are replicas, those of experts where these are sharded."""
+    """Name all axes and products: dense axes, replica and shard with HSDP, expert axes with ep above 1."""
     names = _products(_DENSE)
     if topology.dp_replicate > 1:
         names += ["replica", "shard"]

@@ -1,6 +1,6 @@
-"""A topology in text of at most 80 columns: its axes, their groups, and the nodes with the place of each rank on every axis.
+"""A topology as text of at most 80 columns: axes, groups, and nodes with the index of each rank along every axis.
 
-A rank's place on an axis has a colour as well as a number: of an axis of degree N, rank n has the colour of rank n of N.
+Indices are numbers and colours: index n of an axis of degree N has the colour of rank n of N.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ _WIDTH = 80
 _LABEL = 5
 _FRAME = 4
 _DRAWN = 8
-"""So many nodes are drawn in full; of more, the first few and the last."""
+"""Most nodes that are all drawn; of more nodes, the first few and the last are drawn."""
 _FEW = 3
 
 
 def topology_table(report: TopologyReport) -> Group:
-    """A rich renderable: what the world is, a table of axes, their groups, the nodes, and warnings."""
+    """Make a rich renderable: headline, table of axes, their groups, nodes, and warnings."""
     parts: list[RenderableType] = [Text(_headline(report), style="bold"), Text(_summary(report)), Text()]
     parts += [_axes(report), Text(), Text("groups", style="bold")]
     parts += [_groups_line(report, axes) for axes in report.axes]
@@ -80,7 +80,7 @@ def _share(inside: int, reach: Reach) -> str:
 
 
 def _groups_line(report: TopologyReport, axes: str) -> Text:
-    """As many groups as fit into a line, and how many are left."""
+    """List as many groups as fit into a line, and the number of groups left out."""
     groups = [f"[{short_ranks(group)}]" for group in report.groups[axes]]
     label, room = f"{axes:<{_label_width(report)}}", _WIDTH - _label_width(report)
     shown = len(groups)
@@ -98,20 +98,20 @@ def _label_width(report: TopologyReport) -> int:
 
 
 def _nodes(report: TopologyReport) -> Iterator[RenderableType]:
-    """A frame for each node; where they are many, for the first few and the last."""
+    """Draw a frame for each node, or for the first few and the last if there are many."""
     nodes = report.nodes.ranks
     first = len(nodes) if len(nodes) <= _DRAWN else _FEW
     yield Columns([_node(report, number) for number in range(first)], padding=(0, 1))
     if first < len(nodes):
         left, last = nodes[first:-1], len(nodes) - 1
-        yield Text(f"  nodes {first} to {last - 1}, ranks {left[0][0]} to {left[-1][-1]}, in the same way")
+        yield Text(f"  nodes {first} to {last - 1}, ranks {left[0][0]} to {left[-1][-1]}, are alike")
         yield _node(report, last)
 
 
 def _node(report: TopologyReport, number: int) -> Panel:
-    """Ranks across, axes down, fastest first; folded where a node has more ranks than fit into a line.
+    """Draw a node: ranks across, axes down, fastest first. Ranks that do not fit into a line are folded.
 
-    A bar, or between folds a rule, is the edge of a domain.
+    A bar, or a rule between folds, marks the edge of a domain.
     """
     ranks = report.nodes.ranks[number]
     domain = report.nodes.domain or len(ranks)
@@ -124,7 +124,7 @@ def _node(report: TopologyReport, number: int) -> Panel:
 
 
 def _per_line(report: TopologyReport, ranks: int, domain: int) -> int:
-    """As many ranks as fit, or up to half of these if that cuts a node, or its domains, evenly."""
+    """Choose the ranks per line: as many as fit, or as few as half of that to cut a node or its domains evenly."""
     most = (_WIDTH - _FRAME - _LABEL) // (_cell_width(report) + (2 / domain if domain < ranks else 0))
     if ranks <= most:
         return ranks
@@ -156,7 +156,7 @@ def _line(
 
 
 def _style(color: tuple[int, int, int]) -> Style:
-    """Numbers on the colour: black or white, whichever can be read."""
+    """Style of a number on `color`: black or white, whichever is readable."""
     red, green, blue = color
     ink = "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 128 else "white"
     return Style(color=ink, bgcolor=f"rgb({red},{green},{blue})")

@@ -1,6 +1,6 @@
-"""Numbers and plans in words, the same in tables, titles and drawings.
+"""Text for plans and numbers, shared by tables, titles and drawings.
 
-Tokens and bytes count in powers of two (8k = 8,192), pairs in powers of ten.
+Units of tokens and bytes are powers of two (8k = 8,192), units of pairs powers of ten.
 """
 
 from longspan.report.plan_report import PlanReport
@@ -9,62 +9,62 @@ _BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 def headline(report: PlanReport) -> str:
-    """What was planned."""
+    """Name layout, mask, route and communication dtype."""
     inner = "" if report.inner is None else f" (inner {report.inner})"
-    wire = "" if report.comm_dtype is None else f", {report.comm_dtype} on the wire"
-    return f"{report.layout} layout, {report.mask}, {report.route} route{inner}{wire}"
+    comm = "" if report.comm_dtype is None else f", {report.comm_dtype} in flight"
+    return f"{report.layout} layout, {report.mask}, {report.route} route{inner}{comm}"
 
 
 def summary(report: PlanReport) -> str:
-    """How much it is, and how even."""
+    """Summarise size, imbalance and traffic in one line."""
     ranks, tokens = f"rank{'s' * (report.ranks != 1)}", f"token{'s' * (report.seq_len != 1)}"
     return f"{report.ranks} {ranks}, {report.seq_len:,} {tokens}, imbalance {report.imbalance:.3f}, {traffic(report)}"
 
 
 def traffic(report: PlanReport) -> str:
-    """Bytes sent in a forward, relative to a ring that passes every shard all the way round in the inputs' type."""
+    """Bytes sent in a forward, relative to a ring that sends every shard to every rank in the inputs' dtype."""
     return f"sent forward: {report.bytes_relative:.2f} of a plain ring" if report.bytes_forward else "nothing sent"
 
 
 def bytes_note(report: PlanReport) -> str:
-    """What the bytes of a report count."""
+    """Explain which bytes a report counts."""
     heads = f"{report.heads[1]} KV heads" if report.heads else "one KV head"
     if report.heads and report.head_degree > 1:
         heads = f"{report.heads[0]} query and {heads}"
-    wire = "" if report.comm_dtype is None else f", keys and values as {report.comm_dtype}"
-    return f"Bytes sent per batch row, for {heads} of {report.head_dim} at {report.itemsize} bytes an element{wire}."
+    comm = "" if report.comm_dtype is None else f", keys and values as {report.comm_dtype}"
+    return f"Bytes sent per batch row, for {heads} of {report.head_dim} at {report.itemsize} bytes an element{comm}."
 
 
 def exchange_note(report: PlanReport) -> str:
-    """Where heads are exchanged, what an area counts; else empty."""
+    """Explain what an area counts if heads are exchanged; else empty."""
     if report.head_degree == 1:
         return ""
     return f"The {report.head_degree} ranks of a group compute the same pairs, each for 1/{report.head_degree} of the heads."
 
 
 def in_full(amount: float) -> str:
-    """`1,234`, or of a number that is not whole `1,234.5`."""
+    """Format a number in full: `1,234`, or `1,234.5` if not an int."""
     return f"{amount:,}" if isinstance(amount, int) else f"{amount:,.1f}"
 
 
 def short_count(number: float) -> str:
-    """`33.6M` for 33,562,624: at most three digits and a letter."""
+    """Format a count with at most three digits and a letter: `33.6M` for 33,562,624."""
     return _scaled(number, 1000, ("", "k", "M", "G", "T", "P"))
 
 
 def short_bytes(number: float, space: str = " ") -> str:
-    """`12.0 MiB`."""
+    """Format bytes: `12.0 MiB`."""
     return _scaled(number, 1024, tuple(space + unit for unit in _BYTE_UNITS))
 
 
 def byte_unit(most: int) -> tuple[int, str]:
-    """The unit for numbers up to `most` bytes: how many bytes it is, and its name."""
+    """Choose the unit for numbers up to `most` bytes: its size in bytes, and its name."""
     power = max(0, (most.bit_length() - 1) // 10)
     return 1 << (10 * power), _BYTE_UNITS[power]
 
 
 def short_tokens(number: int) -> str:
-    """`8k` for 8,192, `1M` for 1,048,576; in full where that is not exact."""
+    """Format tokens: `8k` for 8,192, `1M` for 1,048,576; in full if that is not exact."""
     for size, letter in ((1 << 20, "M"), (1 << 10, "k")):
         if number and number % size == 0:
             return f"{number // size}{letter}"

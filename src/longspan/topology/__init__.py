@@ -1,4 +1,4 @@
-"""The axes of a run, their process groups, nodes, and the checks of degrees against a model. No torch."""
+"""Parallel axes, their groups of ranks, nodes, and checks of the degrees against a model. No torch."""
 
 from longspan.topology.axes import ORDER, Topology
 from longspan.topology.fits import SCHEDULES, check_model

@@ -1,4 +1,4 @@
-"""Which ranks of a run form the groups of each axis, and of products of axes. No process group, no torch.
+"""The groups of ranks of each parallel axis, and of products of axes. No process groups, no torch.
 
     tp2 cp2 dp2 pp2 in the order tp-cp-ep-dp-pp, fastest to slowest:
 
@@ -7,8 +7,9 @@
     cp 0      0  1        4  5          8  9       12 13           dp-cp  [0,2,4,6] [1,3,5,7] ... [9,11,13,15]
     cp 1      2  3        6  7         10 11       14 15           tp-pp  [0,1,8,9] [2,3,10,11] ...: a replica of the model
 
-Experts have axes of their own over the same ranks ("folding", Megatron-Core's expert ranks): ep x edp x pp in the same
-order, edp in the place of dp, and no tp or cp. Above with ep 4 the ranks 0..3 share the experts, and so do 4..7.
+Experts have their own axes over the same ranks, as in Megatron-Core's parallel folding: ep x edp x pp in the same
+order, with edp in the place of dp, and without tp and cp. With ep 4 in the example, ranks 0..3 share the experts, as do
+4..7.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,25 +25,25 @@ from longspan.plan.arguments import check_rank, whole
 Array = np.ndarray
 Groups = tuple[tuple[int, ...], ...]
 ORDER = "tp-cp-ep-dp-pp"
-"""Fastest to slowest: ranks that talk most are neighbours."""
+"""Fastest to slowest: ranks of the axes with most traffic are neighbours."""
 
 _DENSE = {"tp", "cp", "dp", "replica", "shard_dp", "shard"}
 _EXPERT = {"ep", "edp"}
 _PARTS = {"dp": ("replica", "shard_dp"), "shard": ("shard_dp", "cp")}
-"""Axes made of others, slowest first; the rest are their own part."""
+"""Axes that are products of parts, slowest part first. Every other axis is its own part."""
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The degrees of a run's axes, and the order in which ranks are numbered along them, fastest to slowest.
+    """The degrees of a run's parallel axes, and the order in which ranks are numbered along them, fastest to slowest.
 
     `dp_replicate` splits dp for HSDP: dp index = replica * (dp / dp_replicate) + index among the dp ranks that shard
-    parameters. `ep`
-    takes ranks of one pipeline stage (tp x cp x dp) and leaves `edp`, the ranks with the same experts.
+    parameters. `ep` is a degree over the ranks of one pipeline stage (tp x cp x dp); `edp` is the number of ranks of a
+    stage that hold the same experts.
 
-    Raises `SpecError`: a degree that is not an integer of at least 1, an order that does not name every axis once,
-    `dp_replicate` that do not divide dp, `ep` that does not divide the ranks of a stage, an order in which the stages of
-    the experts would not be those of the rest.
+    Raises `SpecError` for a degree that is not an integer of at least 1, an order that does not name every axis once,
+    `dp_replicate` that does not divide dp, `ep` that does not divide the ranks of a stage, and an order in which the
+    pipeline groups of the experts would differ from those of the dense layers.
     """
 
     dp: int
@@ -87,9 +88,9 @@ class Topology:
         dp_replicate: int = 1,
         order: str = ORDER,
     ) -> "Topology":
-        """The topology of `world` ranks; `dp` None takes what the other degrees leave.
+        """Make the topology of `world` ranks. Default `dp`: `world` divided by the other degrees.
 
-        Raises `SpecError` if the degrees do not multiply to the world, and what `Topology` raises.
+        Raises `SpecError` if the product of the degrees is not `world`, and what `Topology` raises.
         """
         degrees = {"tp": tp, "pp": pp, "cp": cp}
         for name, degree in {"world": world, **degrees, **({} if dp is None else {"dp": dp})}.items():
@@ -101,25 +102,27 @@ class Topology:
 
     @property
     def world(self) -> int:
-        """All ranks."""
+        """World size: dp x tp x pp x cp."""
         return self.dp * self.tp * self.pp * self.cp
 
     @property
     def edp(self) -> int:
-        """Ranks of a stage that hold the same experts."""
+        """Number of ranks of a stage that hold the same experts."""
         return self.tp * self.cp * self.dp // self.ep
 
     def degree(self, axis: str) -> int:
-        """Ranks in a group of an axis, or of a product such as "dp-cp"."""
+        """Number of ranks in a group of an axis, or of a product such as "dp-cp"."""
         return prod(self._degrees[part] for part in _parts(axis.split("-")))
 
     def groups(self, axes: str) -> Groups:
-        """The groups of an axis or of a product of axes, such as "tp", "dp-cp", "ep-pp": ranks ascending, then by first rank.
+        """List the groups of an axis or of a product of axes, such as "tp", "dp-cp", "ep-pp".
 
-        A group is the ranks that differ along these axes alone; the order of the names does not matter. Axes: tp, cp, dp, pp;
-        "replica" (ranks with copies of the same shard) and "shard" (ranks over which parameters are sharded: dp-cp within a
-        replica); and those of the experts, ep, edp. Raises `SpecError` for other names, for one named twice, and for a
-        product of axes of both kinds, of which only pp is both.
+        A group is the ranks that differ along these axes alone. Ranks are ascending, groups sorted by first rank; the
+        order of the names does not matter. Dense axes: tp, cp, dp, pp, "replica" (ranks with the same shard of
+        parameters) and "shard" (ranks over which parameters are sharded: dp-cp within a replica). Expert axes: ep, edp,
+        pp.
+
+        Raises `SpecError` for an unknown name, a name given twice, and a product of dense and expert axes.
         """
         parts = _parts(axes.split("-"))
         names, ranks = self._numbered(parts)
@@ -129,7 +132,7 @@ class Topology:
         return tuple(map(tuple, table[np.argsort(table[:, 0])].tolist()))
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """The index of `rank` along tp, cp, dp, pp, ep, edp and replica."""
+        """Return the index of `rank` along tp, cp, dp, pp, ep, edp and replica."""
         check_rank(rank, self.world)
         index: dict[str, int] = {}
         for parts in ([], ["ep"]):
@@ -140,10 +143,10 @@ class Topology:
         return {name: index[name] for name in ("tp", "cp", "dp", "pp", "ep", "edp", "replica")}
 
     def grid(self, axes: Sequence[str]) -> Array:
-        """All ranks, one dim per axis in the order named, as a mesh takes them: int64.
+        """Arrange all ranks in an int64 array with one dim per axis in the order named, as `DeviceMesh` takes them.
 
-        The axes are dense (pp, dp, cp, tp, with dp as a whole or as replica, shard_dp) or those of experts (pp, edp, ep).
-        Raises `SpecError` if they leave ranks out, and what `groups` raises.
+        The axes are dense (pp, dp, cp, tp, with dp as a whole or as replica, shard_dp) or expert axes (pp, edp, ep).
+        Raises `SpecError` if the axes leave ranks out, and what `groups` raises.
         """
         parts = _parts(axes)
         names, ranks = self._numbered(parts)
@@ -158,7 +161,7 @@ class Topology:
         return np.array(ranks.transpose(spread + unnamed).reshape([self.degree(axis) for axis in axes]))
 
     def cp_levels(self, inner: int) -> tuple[Groups, Groups]:
-        """Two levels of CP, inner and outer groups: `inner` neighbours of a CP group, and the ranks in the same place of these.
+        """Split every CP group into inner groups of `inner` neighbours, and outer groups of ranks at the same inner index.
 
         cp 4, inner 2 on ranks 0..3: inner [0,1] [2,3], outer [0,2] [1,3].
         """
@@ -169,7 +172,7 @@ class Topology:
         return _sorted(inside), _sorted(across)
 
     def global_batch(self, micro_batch_size: int, gradient_accumulation_steps: int = 1) -> int:
-        """Rows of an optimizer step: CP, TP and PP ranks read the rows of their dp rank."""
+        """Rows per optimizer step. CP, TP and PP ranks of one dp rank read the same rows."""
         return (
             _at_least_one("micro_batch_size", micro_batch_size)
             * self.dp
@@ -177,7 +180,7 @@ class Topology:
         )
 
     def steps_per_epoch(self, rows: int, micro_batch_size: int, gradient_accumulation_steps: int = 1) -> int:
-        """Optimizer steps that read each of `rows` once; the last may reach into the next epoch, as the loader does."""
+        """Optimizer steps that read each of `rows` once. The last step may reach into the next epoch, as in the loader."""
         return -(-rows // self.global_batch(micro_batch_size, gradient_accumulation_steps))
 
     @cached_property
@@ -187,7 +190,7 @@ class Topology:
         return dense | {"ep": self.ep, "edp": self.edp}
 
     def _numbered(self, parts: Iterable[str]) -> tuple[list[str], Array]:
-        """Names of the dense axes, or of the experts' if `parts` has one, slowest first, and the ranks along them."""
+        """Names of the dense axes, or the expert axes if `parts` has one, slowest first, and the ranks along them."""
         return self._experts if _EXPERT & set(parts) else self._dense
 
     @cached_property
@@ -198,16 +201,20 @@ class Topology:
 
     @cached_property
     def _experts(self) -> tuple[list[str], Array]:
-        """The ranks of every stage, ascending, cut anew: which is the order's own numbering, or else was refused."""
+        """Names of the expert axes and the ranks along them: the ascending ranks of every stage, reshaped.
+
+        `_check_fold` has refused any order whose own numbering would differ.
+        """
         names = ["pp", *_of_experts(list(reversed(self.order.split("-"))))]
         dense, ranks = self._dense
         stages = np.moveaxis(ranks, dense.index("pp"), 0)
         return names, stages.reshape([self._degrees[name] for name in names])
 
     def _check_fold(self) -> None:
-        """Ranks of a pipeline group are as far apart as the axes faster than pp are large, here and for the experts.
+        """Raise `SpecError` if dense and expert axes give different pipeline groups.
 
-        Without expert axes nothing is folded: all of a stage hold the same.
+        The stride between ranks of a pipeline group is the product of the axes faster than pp. It must be equal for
+        both.
         """
         faster = self.order.split("-")[: self.order.split("-").index("pp")]
         apart = prod(getattr(self, axis) for axis in faster if axis != "ep")
@@ -222,12 +229,12 @@ class Topology:
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """List the divisors of `number`, ascending."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def any_of(numbers: Iterable[int]) -> str:
-    """`1, 2 or 4`."""
+    """Join numbers for a hint: `1, 2 or 4`."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last
 
@@ -239,7 +246,7 @@ def _at_least_one(name: str, value: int) -> int:
 
 
 def _of_experts(axes: Sequence[str]) -> list[str]:
-    """The axes of the experts in the places of these."""
+    """Translate dense axes to the expert axes in their places."""
     return [{"ep": "ep", "dp": "edp"}[axis] for axis in axes if axis in ("ep", "dp")]
 
 
@@ -248,12 +255,12 @@ def _sorted(table: Array) -> Groups:
 
 
 def _parts(axes: Sequence[str]) -> list[str]:
-    """The parts of these axes in turn; an error for axes that no group can be of."""
+    """List the parts of `axes` in turn. Raises `SpecError` as `Topology.groups`."""
     named = "-".join(axes)
     if unknown := [axis for axis in axes if axis not in _DENSE | _EXPERT | {"pp"}]:
         raise SpecError(
             f"axis {unknown[0]!r} of {named!r} is not known",
-            hint="axes are tp, cp, dp, pp; replica and shard, for HSDP; ep, edp, of experts; joined as in dp-cp",
+            hint="axes are tp, cp, dp, pp; replica and shard for HSDP; ep and edp for experts; joined as in dp-cp",
         )
     parts = [part for axis in axes for part in _PARTS.get(axis, (axis,))]
     if twice := [part for part in parts if parts.count(part) > 1]:
@@ -262,13 +269,13 @@ def _parts(axes: Sequence[str]) -> list[str]:
         raise SpecError(
             f"{named!r} mixes {', '.join(sorted(dense))} with {', '.join(sorted(experts))}: the axes of attention "
             "(tp, cp, dp) and of experts (ep, edp) number the same ranks in two ways",
-            hint="take axes of one kind; pp goes with either",
+            hint="use axes of one kind; pp goes with either",
         )
     return parts
 
 
 def _not_the_world(world: int, dp: int | None, degrees: dict[str, int]) -> SpecError:
-    """What each degree may be while the others stay, and how many ranks these take."""
+    """Make the error for degrees that do not multiply to `world`. The hint lists what each degree may be instead."""
     given = degrees if dp is None else {"dp": dp} | degrees
     product = prod(given.values())
     named = [f"{name} {degree}" for name, degree in given.items() if degree > 1 or name == "dp"]

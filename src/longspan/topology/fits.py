@@ -1,4 +1,4 @@
-"""Whether a model, a route and a pipeline schedule fit a topology: said before a process starts, with what would fit."""
+"""Checks of a model, a route and a pipeline schedule against a topology, before any process starts."""
 
 from math import gcd
 
@@ -11,7 +11,7 @@ from longspan.topology.model_shape import ModelShape
 from longspan.topology.nodes import Nodes, short_ranks
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
-"""Of a pipeline; all but the first may have several stages on a rank."""
+"""Pipeline schedules. All except the first may have several stages on a rank."""
 
 
 def check_model(
@@ -28,10 +28,10 @@ def check_model(
 ) -> None:
     """Raise `SpecError` unless every axis divides what it shards.
 
-    `route` and `inner` are those of attention over cp; `sp` is sequence parallelism on the TP ranks;
-    `gradient_accumulation_steps`
-    counts the micro-batches of a step, which a pipeline runs by `schedule` over pp x `stages_per_rank` stages. `ranks_per_node`
-    refuses TP groups that lie across nodes; None does not look.
+    route, inner: of attention over cp. sp: sequence parallelism on the TP ranks.
+    gradient_accumulation_steps: micro-batches per optimizer step.
+    schedule, stages_per_rank: the pipeline runs the micro-batches by `schedule` over pp x `stages_per_rank` stages.
+    ranks_per_node: refuses TP groups that cross nodes. Default: no check.
     """
     _check_tp(topology, shape, sp)
     _check_route(topology, shape, route, inner)
@@ -44,7 +44,7 @@ def check_model(
 def _check_tp(topology: Topology, shape: ModelShape, sp: bool) -> None:
     tp = topology.tp
     if tp == 1 and not sp:
-        raise SpecError("sp=false means nothing to tp=1", hint="leave sp out, or set tp to 2 or more")
+        raise SpecError("sp=false does not apply to tp=1", hint="leave sp out, or set tp to 2 or more")
     check_heads(shape.num_heads, shape.num_kv_heads)
     cut = {
         "query heads": shape.num_heads,
@@ -64,7 +64,7 @@ def _check_tp(topology: Topology, shape: ModelShape, sp: bool) -> None:
 
 
 def _check_route(topology: Topology, shape: ModelShape, route: str, inner: int | None) -> None:
-    """Heads are exchanged among cp ranks once TP has taken its share."""
+    """Check the route with the heads that TP leaves on a rank."""
     if route != AUTO:
         heads = (shape.num_heads // topology.tp, shape.num_kv_heads // topology.tp)
         degrees_of(route, topology.cp, heads, inner, topology.tp)
@@ -82,7 +82,7 @@ def _check_experts(topology: Topology, shape: ModelShape, sp: bool) -> None:
         )
     if num and topology.tp > 1 and not sp:
         raise SpecError(
-            f"tp={topology.tp} and experts with sp=false: TP ranks hold the same tokens, and each would route them",
+            f"tp={topology.tp} with experts and sp=false: TP ranks hold the same tokens, and each would route all",
             hint="set sp to true, or tp to 1",
         )
 
@@ -102,7 +102,7 @@ def _check_pipeline(
     if gradient_accumulation_steps < pp:
         raise SpecError(
             f"gradient_accumulation_steps={gradient_accumulation_steps} is less than pp={pp}: with fewer micro-batches "
-            "than stages some would always idle",
+            "than stages, some stages would always be idle",
             hint=f"set gradient_accumulation_steps to {pp} or more; or lower pp",
         )
     if pp > 1 and schedule != "1f1b" and gradient_accumulation_steps % pp:
@@ -120,22 +120,22 @@ def _check_schedule(pp: int, schedule: str, gradient_accumulation_steps: int, st
     if gradient_accumulation_steps < 1 or stages_per_rank < 1:
         raise SpecError(
             f"gradient_accumulation_steps={gradient_accumulation_steps}, stages_per_rank={stages_per_rank}: "
-            "both are counts from 1",
+            "both must be at least 1",
             hint="leave them out for 1",
         )
     if schedule != SCHEDULES[0] and pp == 1:
         raise SpecError(
-            f"schedule {schedule!r} means nothing to pp=1, which has one stage",
-            hint=f"leave it at {SCHEDULES[0]!r}, or set pp to 2 or more",
+            f"schedule {schedule!r} does not apply to pp=1, which has one stage",
+            hint=f"leave schedule at {SCHEDULES[0]!r}, or set pp to 2 or more",
         )
     if stages_per_rank > 1 and pp == 1:
         raise SpecError(
-            f"stages_per_rank={stages_per_rank} means nothing to pp=1, which has one stage",
+            f"stages_per_rank={stages_per_rank} does not apply to pp=1, which has one stage",
             hint="set stages_per_rank to 1; or pp to 2 or more",
         )
     if stages_per_rank > 1 and schedule == "1f1b":
         raise SpecError(
-            f"stages_per_rank={stages_per_rank} means nothing to schedule '1f1b', which has one stage a rank",
+            f"stages_per_rank={stages_per_rank} does not apply to schedule '1f1b', which has one stage per rank",
             hint=f"set stages_per_rank to 1; or schedule to {' or '.join(map(repr, SCHEDULES[1:]))}",
         )
     if pp > 1 and schedule == "interleaved" and stages_per_rank < 2:
@@ -146,16 +146,16 @@ def _check_schedule(pp: int, schedule: str, gradient_accumulation_steps: int, st
 
 
 def _check_nodes(topology: Topology, ranks_per_node: int) -> None:
-    """A TP group across nodes is refused even where it is larger than a node: every layer would wait for the slow link."""
+    """Refuse TP groups across nodes, even groups larger than a node: every layer would wait for the slow link."""
     nodes, tp = Nodes(topology, ranks_per_node), topology.tp
     across = [group for group, count in zip(topology.groups("tp"), nodes.spread("tp"), strict=True) if count > 1]
     if not across:
         return
-    where = f"a TP group lies across nodes of {ranks_per_node} ranks: ranks {short_ranks(across[0])}"
+    where = f"a TP group crosses nodes of {ranks_per_node} ranks: ranks {short_ranks(across[0])}"
     fits = any_of(divisors(ranks_per_node))
     if ranks_per_node % tp == 0:
         raise SpecError(
-            f'{where}, by order "{topology.order}"', hint="put tp first in the order: it is the busiest axis"
+            f'{where}, by order "{topology.order}"', hint="put tp first in the order: tp has the most traffic"
         )
     raise SpecError(
         f"{where}, since tp={tp} {'is more than' if tp > ranks_per_node else 'does not divide'} {ranks_per_node}",

@@ -1,4 +1,4 @@
-"""The shape of a decoder as plain numbers: what degrees, memory and traffic of a run are worked out from."""
+"""The shape of a decoder as plain numbers, for checks of degrees and estimates of memory and traffic."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,16 @@ from longspan.names import mask_name
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The mixture of experts in place of every feed-forward."""
+    """The mixture of experts (MoE) in place of every feed-forward."""
 
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Features inside one expert."""
+    """Intermediate size of one expert."""
     shared_intermediate_size: int = 0
-    """Features inside the shared expert; 0 without one."""
+    """Intermediate size of the shared expert; 0 without a shared expert."""
     balance: bool = False
-    """Whether a balance loss is taken."""
+    """Whether a load-balancing loss is added."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,14 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     intermediate_size: int = 0
-    """Features inside the feed-forward of a dense layer; 0 with experts."""
+    """Intermediate size of a dense layer; 0 with experts."""
     experts: ExpertsShape | None = None
     windows: tuple[int | None, ...] = ()
-    """Attention window of each layer, None for full attention. Empty: full attention in every layer."""
+    """Attention window of each layer, None for full attention. Default: full attention in every layer."""
     qk_norm: bool = False
     tie_embeddings: bool = False
 
     @property
     def mask_names(self) -> tuple[str, ...]:
-        """The mask of each layer by name."""
+        """Name of the mask of each layer."""
         return tuple(map(mask_name, self.windows or (None,) * self.num_layers))

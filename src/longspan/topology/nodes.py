@@ -1,7 +1,7 @@
-"""Where a topology lies on machines: which groups stay inside a node, or a domain of one, and which should not have left it.
+"""The placement of a topology on nodes: which groups cross nodes or domains, with warnings for those that should not.
 
 16 ranks, tp2 cp2 dp2 pp2, nodes of 8      node 0: ranks 0..7, node 1: ranks 8..15
-tp, cp, dp stay inside; each pp group has a rank on either node
+tp, cp, dp groups stay inside a node; each pp group has a rank on either node
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,25 +16,27 @@ from longspan.plan.arguments import whole
 from longspan.topology.axes import ORDER, Topology, any_of, divisors
 
 BUSIEST_FIRST = ("tp", "ep", "cp", "dp", "pp")
-"""By what a rank sends in a step, and what waits for it. In a layer's forward, T tokens a TP group, E wide, about:
+"""Axes by traffic per rank, and by how little of it overlaps with compute.
 
-tp  4 T E (gather and reduce-scatter around attention and MLP); nothing to compute meanwhile
-ep  2 T E / tp times the experts of a token, there and back; the MLP waits for it
-cp  2 T E / tp times KV heads over query heads, to each of the other ranks; under the tiles of attention
-dp  FSDP: parameters and gradients, whatever the tokens; under the layers before and after
-pp  T E / tp once a stage, not once a layer
+Elements per layer in forward, for T tokens on a TP group and hidden size E:
+
+tp  4 T E: all-gather and reduce-scatter around attention and MLP; no overlap
+ep  2 T E / tp x experts per token, there and back; the MLP waits
+cp  2 T E / tp x KV heads / query heads to each other rank; overlaps with attention
+dp  FSDP: parameters and gradients, independent of T; overlaps with the neighbouring layers
+pp  T E / tp once per stage, not per layer
 """
 
 _USUAL = (8, 4)
-"""Ranks of a node where nobody says."""
+"""Sizes of a node to assume, in this order."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """A topology on nodes of `ranks_per_node` ranks, in order; a node may be cut further into domains (NUMA, a switch).
+    """A topology on nodes of `ranks_per_node` consecutive ranks. `domain` is the ranks of a NUMA domain or a switch.
 
-    Raises `SpecError` for nodes that the world does not fill, and domains that do not fill a node. A world smaller than a
-    node has one.
+    A world smaller than `ranks_per_node` is one node. Raises `SpecError` if `ranks_per_node` does not divide a larger
+    world, or `domain` does not divide `ranks_per_node`.
     """
 
     topology: Topology
@@ -57,7 +59,7 @@ class Nodes:
 
     @classmethod
     def usual(cls, topology: Topology, domain: int | None = None) -> "Nodes":
-        """Nodes of 8 ranks, or of 4, where a larger world is a multiple; else one node."""
+        """Assume nodes of 8 ranks, else of 4, if the world is a multiple; else one node."""
         world = topology.world
         sizes = (size for size in _USUAL if world % size == 0)
         return cls(topology, world if world <= _USUAL[0] else next(sizes, world), domain)
@@ -69,22 +71,22 @@ class Nodes:
         return tuple(tuple(range(first, min(first + size, world))) for first in range(0, world, size))
 
     def spread(self, axes: str, size: int | None = None) -> tuple[int, ...]:
-        """Nodes (or blocks of `size` ranks, such as domains) that each group of `axes` has ranks in."""
+        """Count the nodes (or blocks of `size` ranks, such as domains) in which each group of `axes` has ranks."""
         table = np.sort(np.array(self.topology.groups(axes)) // (size or self.ranks_per_node), axis=1)
         return tuple((1 + (np.diff(table, axis=1) > 0).sum(axis=1)).tolist())
 
     def together(self, axes: str) -> int:
-        """So many ranks of a group follow each other on one node, in every group: the greatest number that divides all runs."""
+        """Greatest number that divides, in all groups of `axes`, the number of a group's ranks on each node."""
         table = np.array(self.topology.groups(axes)) // self.ranks_per_node
         return gcd(*(count for row in table for count in np.unique(row, return_counts=True)[1].tolist()))
 
     def warnings(self) -> tuple[str, ...]:
-        """A line for each axis that leaves a node, or a domain, in which a quieter one stays; and for TP that leaves a node."""
+        """Warn of axes that cross nodes or domains while an axis with less traffic does not, and of TP across nodes."""
         return tuple(self._warning(*conflict) for conflict in self._conflicts)
 
     @cached_property
     def _conflicts(self) -> tuple[tuple[str, str | None, bool], ...]:
-        """Axes that cross, what stays inside instead (the quietest such), and whether they leave a node or only a domain."""
+        """Conflicts `(busy, quiet, node)`: `busy` crosses nodes (else domains), `quiet`, with less traffic, does not."""
         return tuple(self._at_level(self.ranks_per_node, True)) + (
             () if self.domain is None else tuple(self._at_level(self.domain, False))
         )
@@ -93,7 +95,7 @@ class Nodes:
         axes = [axis for axis in BUSIEST_FIRST if self.topology.degree(axis) > 1]
         leaves = [axis for axis in axes if max(self.spread(axis, size)) > 1]
         for place, axis in enumerate(axes):
-            # What leaves a node has been told of there.
+            # An axis that crosses nodes already has a conflict at that level.
             if axis not in leaves or (not node and max(self.spread(axis)) > 1):
                 continue
             inside = [other for other in axes[place + 1 :] if other not in leaves]
@@ -109,10 +111,10 @@ class Nodes:
         )
         what = "nodes" if node else "domains"
         beside = "every layer waits for TP" if quiet is None else f"{quiet}, which sends less, stays inside one"
-        return f"{busy} crosses {what} of {size} ranks, as ranks {short_ranks(group)} do; {beside}: {self._way_out(busy, size)}"
+        return f"{busy} crosses {what} of {size} ranks, as ranks {short_ranks(group)} do; {beside}: {self._fix(busy, size)}"
 
-    def _way_out(self, busy: str, size: int) -> str:
-        """The usual order if that keeps the axis inside, else degrees that do, else that order if fewer axes then conflict."""
+    def _fix(self, busy: str, size: int) -> str:
+        """Suggest the default order if it keeps the axis inside or resolves conflicts, else degrees that keep it inside."""
         usual = replace(self, topology=replace(self.topology, order=ORDER))
         better = len(usual._conflicts) < len(self._conflicts)
         degrees = ((degree, self._changed(**{busy: degree})) for degree in divisors(size))
@@ -122,7 +124,7 @@ class Nodes:
         return f"set {busy} to {any_of(fits)}" if fits else "set other degrees, or use larger nodes"
 
     def _changed(self, **degrees: int) -> "Nodes | None":
-        """The same world and nodes with other degrees, dp taking what is left, if there is such a topology."""
+        """The same world and nodes with other degrees and the dp that follows; None if there is no such topology."""
         old = self.topology
         kept = {name: getattr(old, name) for name in ("tp", "pp", "cp", "ep", "dp_replicate", "order")}
         try:
@@ -132,7 +134,7 @@ class Nodes:
 
 
 def short_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks in few words: `0,1,4,5`; `0-7` for three or more neighbours; `0,8,..,56` for more than four runs."""
+    """Abbreviate ascending ranks: `0,1,4,5`; `0-7` for three or more neighbours; `0,8,..,56` for more than four runs."""
     runs = np.split(np.asarray(ranks), np.flatnonzero(np.diff(ranks) > 1) + 1)
     words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
     return ",".join(words if len(words) <= 4 else [*words[:2], "..", words[-1]])
