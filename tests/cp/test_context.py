@@ -72,7 +72,7 @@ def test_masks_over_other_numbers_of_tokens():
         opened(cp, {"full": Mask.causal(8), "window": Mask.causal(9, window=2)})
     assert str(error.value) == (
         "masks over different numbers of tokens: {'full': 8, 'window': 9}\n\n"
-        "hint: all masks of a batch cover the same tokens"
+        "hint: make all masks of a batch over the same tokens"
     )
     with pytest.raises(SpecError, match=r"masks over different numbers of tokens: \{\}"):
         opened(cp, {})
@@ -84,7 +84,7 @@ def test_a_mask_must_be_named_where_there_are_several():
     for name in (None, "wide"):
         with pytest.raises(SpecError) as error:
             sequence.attention(q, k, v, mask=name)
-        assert str(error.value) == (f"mask {name!r} is not one of this sequence\n\nhint: choose one of full, window")
+        assert str(error.value) == (f"mask {name!r} is not a mask of this sequence\n\nhint: choose one of full, window")
     with pytest.raises(TypeError, match="unexpected keyword argument 'dropout_p'"):
         sequence.attention(q, k, v, mask="full", dropout_p=0.1)
 
@@ -171,7 +171,7 @@ def test_shard_fills_dead_slots_by_name():
     assert refusals == (
         ("SpecError", f"dim 1 of a tensor of shape (1, 6) has 6 rows; the sequence has 8 tokens{hint}"),
         ("SpecError", f"dim 0 of a tensor of shape (32, 4) has 32 rows; the sequence has 8 tokens{hint}"),
-        ("SpecError", "one tensor has one dim\n\nhint: give dim as an integer"),
+        ("SpecError", "dim={'x': 1} for one tensor is not an integer\n\nhint: give dim as an integer"),
     )
 
 
@@ -256,7 +256,7 @@ def test_a_sequence_that_one_rank_cannot_lay_out_is_an_error_on_all():
     wrong = {"full": CAUSAL, "window": Mask.causal(11)}
     text = (
         "masks over different numbers of tokens: {'full': 12, 'window': 11}\n\n"
-        "hint: all masks of a batch cover the same tokens"
+        "hint: make all masks of a batch over the same tokens"
     )
     errors = [error for error, _ in run_ranks(3, _disagree, [CAUSAL, CAUSAL, wrong], [IDS] * 3, [{}] * 3)]
     assert errors == [("DisagreementError", f"rank 2 cannot go on: {text}")] * 2 + [("SpecError", text)]
@@ -342,7 +342,7 @@ def test_routes_of_two_levels_on_a_mesh_of_two_axes():
             (
                 "SpecError",
                 "a mesh of 2 axes was given to route 'ring', which has one level\n\n"
-                'hint: give one axis, such as mesh["cp"], or a group; or use a route of two levels, such as "usp"',
+                'hint: give one axis, such as mesh["cp"], or a group; or set a route of two levels, such as route="usp"',
             ),
             (
                 "SpecError",

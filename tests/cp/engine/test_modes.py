@@ -49,7 +49,7 @@ def test_autocast_is_refused_where_a_layer_projects_by_itself():
     plan = plan_attention(Layout.zigzag(16, 1), Mask.causal(16), "upipe", (2, 2))
     weight = torch.eye(16)
     maps = Projections(weight, weight, weight, weight, head_dim=8)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(SpecError, match=r"route 'upipe' under autocast"):
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(SpecError, match=r"route 'upipe' was called under autocast"):
         projected_attention(torch.ones(1, 16, 16), maps, plan=plan)
 
 
