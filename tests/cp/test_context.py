@@ -105,9 +105,7 @@ def _without_a_group(group, rank):
 
 
 def test_a_group_must_be_named_in_a_world_of_several_ranks():
-    text = (
-        "no group was given in a world of 2 ranks\n\nhint: give dist.group.WORLD, or the mesh's context-parallel axis"
-    )
+    text = "no group was given in a world of 2 ranks\n\nhint: give dist.group.WORLD, or the context-parallel axis of the mesh"
     assert run_ranks(2, _without_a_group) == [("SpecError", text)] * 2
 
 
@@ -385,6 +383,6 @@ def test_a_route_that_makes_its_own_queries_refuses_them():
     with pytest.raises(SpecError) as error:
         opened(ContextParallel(None, route="upipe", heads=(4, 2)), Mask.causal(8)).attention(q, k, v)
     assert str(error.value) == (
-        "route 'upipe' was given q, k and v of all heads, which it is there to avoid\n\n"
-        'hint: give the layer\'s input to longspan.projected_attention (or UpipeAttention), or use route="ulysses"'
+        "route 'upipe' was given q, k and v of all heads, which this route exists to avoid\n\n"
+        'hint: pass the layer\'s input to longspan.projected_attention (or UpipeAttention), or set route="ulysses"'
     )
