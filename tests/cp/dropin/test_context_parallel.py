@@ -445,7 +445,8 @@ OUTSIDE = "\n\nhint: call it outside context_parallel, on global tensors"
 LENGTHS = {
     rank: [
         f"q, k and v have {11 - rank}, 4 and 4 rows, and {HELD[rank]}; cross-attention cannot be sharded" + OUTSIDE,
-        f"q, k and v have 21 rows, and {HELD[rank]}\n\nhint: add the tensors that q, k and v are computed from to buffers, with their sequence dims",
+        f"q, k and v have 21 rows, and {HELD[rank]}\n\n"
+        "hint: add the tensors that q, k and v are computed from to buffers, with their sequence dims",
         f"q, k and v have {11 - rank}, 21 and 21 rows, and {HELD[rank]}; cross-attention cannot be sharded" + OUTSIDE,
     ]
     for rank in range(2)
