@@ -90,12 +90,12 @@ REFUSED = {
     ),
     "kernel that cannot": (
         (Q, K, K[..., :4], {"kernel": "sdpa"}),
-        "kernel 'sdpa' cannot compute this: keys have dim 8 and values 4; flash attention takes equal ones\n\n"
-        'hint: use kernel="auto"',
+        "kernel 'sdpa' cannot compute this call: keys have dim 8 and values 4; flash attention takes equal dims\n\n"
+        'hint: set kernel="auto"',
     ),
     "not floating": (
         (Q.long(), K.long(), K.long(), {}),
-        "kernel 'reference' cannot compute this: torch.int64 is not a floating type\n\nhint: use kernel=\"auto\"",
+        "kernel 'reference' cannot compute this call: torch.int64 is not a floating-point dtype\n\nhint: set kernel=\"auto\"",
     ),
 }
 
