@@ -117,7 +117,7 @@ def _wrong_on_rank_1(group, rank):
 def test_any_error_of_one_rank_is_heard_by_all():
     (other, told), (own, _) = run_ranks(2, _wrong_on_rank_1)
     assert (other, own) == ("DisagreementError", "AttributeError")
-    assert told.startswith("rank 1 cannot go on: ")
+    assert told.startswith("rank 1 failed: ")
 
 
 def test_a_copy_of_a_model_talks_over_the_same_group():
@@ -165,7 +165,7 @@ def test_shard_fills_dead_slots_by_name():
     assert second["input_ids"] == [[12, 13, 14, 15, 0, 0]]
     assert second["labels"] == [[13, 14, 15, 16, -100, -100]]
     assert (first_grad, second_grad) == ([[0, 1, 6, 7, 0, 0]], [[2, 3, 4, 5, 0, 0]])
-    hint = "\n\nhint: give the global tensor, once: it may be sharded already, or have its sequence in another dim"
+    hint = "\n\nhint: give the global tensor; this one may be sharded already, or have its sequence in another dim"
     assert refusals == (
         ("SpecError", f"dim 1 of a tensor of shape (1, 6) has 6 rows; the sequence has 8 tokens{hint}"),
         ("SpecError", f"dim 0 of a tensor of shape (32, 4) has 32 rows; the sequence has 8 tokens{hint}"),
@@ -245,7 +245,7 @@ def test_ranks_that_differ_are_named_on_all(masks, ids, how, named):
         assert error == (
             "DisagreementError",
             f"the ranks of one context-parallel group were given different {named}\n\n"
-            "hint: a CP group takes the same options and samples: key the loader by the data-parallel rank alone",
+            "hint: give all ranks of a CP group the same options and samples: key the loader by the data-parallel rank alone",
         )
         assert calls == 0
 
@@ -257,7 +257,7 @@ def test_a_sequence_that_one_rank_cannot_lay_out_is_an_error_on_all():
         "hint: make all masks of a batch over the same tokens"
     )
     errors = [error for error, _ in run_ranks(3, _disagree, [CAUSAL, CAUSAL, wrong], [IDS] * 3, [{}] * 3)]
-    assert errors == [("DisagreementError", f"rank 2 cannot go on: {text}")] * 2 + [("SpecError", text)]
+    assert errors == [("DisagreementError", f"rank 2 failed: {text}")] * 2 + [("SpecError", text)]
 
 
 def _agree(group, rank):

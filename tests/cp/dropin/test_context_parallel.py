@@ -587,7 +587,7 @@ GRADIENT = (
     "requires a gradient, which would be only a shard's\n\n"
     "hint: give x.detach() and call requires_grad_() inside, or leave it out and shard it by DropIn.shard"
 )
-ONCE = "\n\nhint: give the global tensor, once: it may be sharded already, or have its sequence in another dim"
+ONCE = "\n\nhint: give the global tensor; this one may be sharded already, or have its sequence in another dim"
 REFUSED_BUFFERS = [
     "dim 0 of a tensor of shape (2, 21) has 2 rows; the sequence has 21 tokens" + ONCE,
     f"buffer 1 of shape (21,) {GRADIENT}",
@@ -643,7 +643,7 @@ DIFFER = {
     rank: [
         GIVEN + "buffers: rank 1 differ from rank 0",
         GIVEN + "layouts, masks or routes: rank 1 differ from rank 0",
-        TOO_SHORT if rank else "rank 1 cannot go on: " + TOO_SHORT,
+        TOO_SHORT if rank else "rank 1 failed: " + TOO_SHORT,
         GIVEN + "plans: rank 1 differ from rank 0",
     ]
     for rank in range(2)

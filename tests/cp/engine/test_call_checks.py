@@ -133,7 +133,7 @@ def _one_is_wrong(group, rank):
 
 def test_a_wrong_tensor_of_one_rank_is_an_error_on_all():
     text = "4 query heads are not divisible by 3 KV heads\n\nhint: KV heads may be one of 1, 2, 4"
-    right = [("DisagreementError", f"rank 1 cannot go on: {text}") for _ in range(3)]
+    right = [("DisagreementError", f"rank 1 failed: {text}") for _ in range(3)]
     right[1] = ("SpecError", text)
     assert run_ranks(3, _one_is_wrong) == [(error, []) for error in right]
 
@@ -181,7 +181,7 @@ def test_ranks_that_differ_are_named_on_all_before_any_exchange(plans, shapes, s
         assert error == (
             "DisagreementError",
             f"the ranks of one context-parallel group were given different {named}\n\n"
-            "hint: a CP group takes the same options and samples: key the loader by the data-parallel rank alone",
+            "hint: give all ranks of a CP group the same options and samples: key the loader by the data-parallel rank alone",
         )
         assert calls == []
 
