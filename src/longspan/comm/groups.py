@@ -20,7 +20,8 @@ Group = RankGroup | DeviceMesh | None
 def as_group(group: Group, levels: tuple[int, int] | None = None) -> RankGroup | None:
     """Return the process group behind `group`. None means a group of this rank alone and is returned as None.
 
-    A 2-D mesh (outer, inner) is valid for a route of two `levels` of the same sizes, and gives the group of all its ranks.
+    A 2-D mesh (outer, inner) is valid for a route of two `levels` of the same sizes, and gives the group of all its
+    ranks.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim == 2 and levels is not None:
@@ -65,8 +66,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of all backends of `group`. In torch 2.13 `split_group` ignores its timeout for gloo, which gets the
-    default of 30 minutes."""
+    """Set the timeout of all backends of `group`. In torch 2.13 `split_group` ignores its timeout for gloo, which gets
+    the default of 30 minutes."""
     _set_pg_timeout(timeout, group)
 
 

@@ -25,8 +25,8 @@ class Hop:
     def post(self, group: RankGroup | None, call: Call, collective: torch.Tensor | None = None) -> "Flight":
         """Start all messages. The tensors must not be used until `Flight.wait`.
 
-        With `collective`, any tensor of the messages' dtype and device, they travel in one all-to-all. Every rank of the group
-        must then post one, even without messages. Raises `CommError` naming the peers if one of them is gone.
+        With `collective`, any tensor of the messages' dtype and device, they travel in one all-to-all. Every rank of
+        the group must then post one, even without messages. Raises `CommError` naming the peers if one of them is gone.
         """
         if not self.sends and not self.receives and collective is None:
             return Flight()
@@ -80,10 +80,11 @@ class Flight:
     kept: Any = None
 
     def wait(self, call: Call) -> None:
-        """Return when all messages have arrived and left. On NCCL, make the current stream wait for that and return at once.
+        """Return when all messages have arrived and left. On NCCL, make the current stream wait for that and return at
+        once.
 
-        On gloo, raises `CommError` naming the peers if one of them is gone. On NCCL, torch's watchdog ends the process at the
-        communicator's timeout.
+        On gloo, raises `CommError` naming the peers if one of them is gone. On NCCL, torch's watchdog ends the process
+        at the communicator's timeout.
         """
         if not self.works:
             return

@@ -1,11 +1,12 @@
-"""A transport in memory: ranks are threads of one process, and messages obey NCCL's rules, which are stricter than gloo's.
+"""A transport in memory: ranks are threads of one process, and messages obey NCCL's rules, which are stricter than
+gloo's.
 
     run(4, function, *arguments)  ->  [function(group, 0, *arguments), ..., function(group, 3, *arguments)]
 
-Batches of a communicator run in posting order and finish when all their messages are matched. Both ends of a message must agree
-in size and dtype, tensors must be on the world's device, and every rank must take part in a collective. A deadlock raises an
-error that lists which rank waits for which. No data moves before a rank waits for it, so that a buffer read or overwritten too
-early gives wrong numbers, as it may on a GPU.
+Batches of a communicator run in posting order and finish when all their messages are matched. Both ends of a message
+must agree in size and dtype, tensors must be on the world's device, and every rank must take part in a collective. A
+deadlock raises an error that lists which rank waits for which. No data moves before a rank waits for it, so that a
+buffer read or overwritten too early gives wrong numbers, as it may on a GPU.
 """
 
 import threading
@@ -22,7 +23,8 @@ from longspan.errors import CommError, SpecError
 
 
 class MemoryWorld:
-    """The ranks of one `run`, and their posted batches. One rank runs at a time, until it waits, so that runs are deterministic.
+    """The ranks of one `run`, and their posted batches. One rank runs at a time, until it waits, so that runs are
+    deterministic.
 
     Messages must be on `device`. Sends of up to `buffered` bytes finish without a receiver.
     """
@@ -37,7 +39,8 @@ class MemoryWorld:
         self._failure = ""
 
     def group(self, rank: int, ranks: Sequence[int] | None = None, name: str = "") -> "MemoryGroup":
-        """Return the group of `ranks` (default: all) for its member `rank`. Each `name` is a communicator of its own."""
+        """Return the group of `ranks` (default: all) for its member `rank`. Each `name` is a communicator of its
+        own."""
         return MemoryGroup(self, rank, tuple(range(self.ranks) if ranks is None else ranks), name)
 
     def start(self) -> None:

@@ -30,7 +30,8 @@ def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int)
     """Run `function(*arguments)` on `ranks` new processes of this machine and return the result of rank 0.
 
     `function` must be at the top level of a module. If a rank fails or is killed, the others are ended at once. Raises
-    `CommError` with the first failed rank and its error. SIGINT and SIGTERM end all ranks and raise `KeyboardInterrupt`.
+    `CommError` with the first failed rank and its error. SIGINT and SIGTERM end all ranks and raise
+    `KeyboardInterrupt`.
     """
     # The CommError replaces the launcher's log of a failed rank.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
@@ -71,7 +72,8 @@ def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def join_world(topology: Topology, timeout: timedelta, threads: int | None = None, device: str = "auto") -> Meshes:
-    """Initialise this rank's process groups, all with `timeout`, and return its meshes. Waits for all ranks without a timeout.
+    """Initialise this rank's process groups, all with `timeout`, and return its meshes. Waits for all ranks without a
+    timeout.
 
     `device` is "cpu", "cuda" or "auto" (see `device_type`). Raises `SpecError` if this machine has too few devices, and
     `CommError` if another rank has failed.

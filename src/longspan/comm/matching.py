@@ -1,7 +1,7 @@
 """Determines which batches of messages can finish under NCCL's rules. No tensors, no threads.
 
-A rank's batches on one communicator run in posting order. A batch finishes when each of its messages is matched, and a message
-matches only messages of the batch that the other rank runs:
+A rank's batches on one communicator run in posting order. A batch finishes when each of its messages is matched, and a
+message matches only messages of the batch that the other rank runs:
 
     rank 0   [recv 1]  [send 1]         rank 1   [recv 0]  [send 0]         deadlock
 
@@ -71,7 +71,8 @@ class Communicator:
         self.queues, self._posted = [deque() for _ in range(self.size)], [0] * self.size
 
     def post(self, batch: Batch) -> list[Batch]:
-        """Queue a batch. Return the batches, of any rank, that finish by it. Raises `CommError` for ends that do not match."""
+        """Queue a batch. Return the batches, of any rank, that finish by it. Raises `CommError` for ends that do not
+        match."""
         batch.number, self._posted[batch.rank] = self._posted[batch.rank], self._posted[batch.rank] + 1
         for part in (*batch.sends, *batch.receives):
             part.batch = batch
@@ -80,7 +81,8 @@ class Communicator:
         return list(self._advance(batch.rank)) if len(queue) == 1 else []
 
     def _advance(self, rank: int) -> Iterator[Batch]:
-        """Begin the first batch of a rank, and each batch that can begin as others finish. Yields the finished batches."""
+        """Begin the first batch of a rank, and each batch that can begin as others finish. Yields the finished
+        batches."""
         ready = [rank]
         while ready:
             rank = ready.pop()

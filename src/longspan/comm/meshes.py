@@ -62,8 +62,8 @@ _OF_WEIGHTS = ("replica", "shard", "edp")
 def _make_groups(topology: Topology) -> dict[str, dist.ProcessGroup]:
     """Create this rank's group of each axis, by name. Collective over the world.
 
-    Axes with the same ranks share one group. But weights never share a group with the model, unless it has one rank: NCCL runs
-    the operations of a group in posting order, so that a hop would wait behind a gradient.
+    Axes with the same ranks share one group. But weights never share a group with the model, unless it has one rank:
+    NCCL runs the operations of a group in posting order, so that a hop would wait behind a gradient.
     """
     world = dist.group.WORLD
     assert world is not None, "the world is initialised"
@@ -81,8 +81,8 @@ def _make_groups(topology: Topology) -> dict[str, dist.ProcessGroup]:
 def _ends(topology: Topology) -> _Partition:
     """Return the partition into first and last ranks of each pipeline, and the ranks between them.
 
-    The latter need no group. But torch derives the name of a new group from the number of groups that a rank is in, which must
-    therefore be equal on all ranks.
+    The latter need no group. But torch derives the name of a new group from the number of groups that a rank is in,
+    which must therefore be equal on all ranks.
     """
     stages = topology.groups("pp")
     ends = [ranks if len(ranks) < 3 else (ranks[0], ranks[-1]) for ranks in stages]

@@ -12,9 +12,9 @@ from longspan.errors import CommError, SpecError
 def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: RankGroup | None) -> torch.Tensor:
     """Send rows to the ranks of `group`, and return the rows received, in rank order. Collective, differentiable.
 
-    x `(sum(sent), E)` -> `(sum(received), E)`. The first `sent[0]` rows go to rank 0 of the group, the next `sent[1]` to rank 1,
-    and so on; `received[r]` rows come from rank r and must equal its `sent` for this rank. Any count may be 0. Backward swaps
-    the two. `group` None is a group of this rank alone and returns `x`.
+    x `(sum(sent), E)` -> `(sum(received), E)`. The first `sent[0]` rows go to rank 0 of the group, the next `sent[1]`
+    to rank 1, and so on; `received[r]` rows come from rank r and must equal its `sent` for this rank. Any count may be
+    0. Backward swaps the two. `group` None is a group of this rank alone and returns `x`.
 
     Raises `SpecError` for counts that do not fit, and `CommError` if a peer is gone.
     """
@@ -31,8 +31,8 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: 
 
 
 def exchange_counts(counts: torch.Tensor, group: RankGroup | None) -> torch.Tensor:
-    """Exchange counts `(ranks, n)`: row r is sent to rank r, and row r of the result comes from rank r. Collective; any dtype;
-    not differentiable. `group` None is a group of this rank alone and returns `counts`."""
+    """Exchange counts `(ranks, n)`: row r is sent to rank r, and row r of the result comes from rank r. Collective; any
+    dtype; not differentiable. `group` None is a group of this rank alone and returns `counts`."""
     ranks = rank_and_size(group)[1]
     if counts.ndim != 2 or counts.shape[0] != ranks:
         raise SpecError(f"counts {tuple(counts.shape)} do not have a row for each of {ranks} ranks")

@@ -25,23 +25,24 @@ def attention(
 ) -> torch.Tensor:
     """Softmax attention of this rank's queries over all keys of the sequence that the plan's mask shows them.
 
-    q `(B, H, T, D)`, k `(B, K, T, D)`, v `(B, K, T, Dv)` are this rank's slots. Returns `(B, H, T, Dv)` in q's dtype, 0 for
-    padding slots and for queries that see no key.
+    q `(B, H, T, D)`, k `(B, K, T, D)`, v `(B, K, T, Dv)` are this rank's slots. Returns `(B, H, T, Dv)` in q's dtype, 0
+    for padding slots and for queries that see no key.
 
-    - `group`: a process group or 1-D mesh of `plan.ranks` ranks. A route of two levels also takes a 2-D mesh (outer, inner).
+    - `group`: a process group or 1-D mesh of `plan.ranks` ranks. A route of two levels also takes a 2-D mesh (outer,
+      inner).
     - `scale`: default `D ** -0.5`.
     - `kernel`: "auto", "flash3", "cudnn", "sdpa", "flash2", "efficient", "flex" or "reference".
-    - `sink` `(H,)`: a learnable logit per head in the softmax denominator of every row. Its gradient covers the rows or heads
-      that this rank computed, as for any replicated parameter.
+    - `sink` `(H,)`: a learnable logit per head in the softmax denominator of every row. Its gradient covers the rows or
+      heads that this rank computed, as for any replicated parameter.
     - `softcap` c: replaces a score s by `c tanh(s / c)`.
-    - `alibi` `(H,)`: subtracts `alibi[h] |i - j|` from a score after the soft-cap, i and j on the global token axis.
-      On CUDA `flex` supports both and `flash2` a soft-cap. Otherwise the slow reference kernel computes them.
+    - `alibi` `(H,)`: subtracts `alibi[h] |i - j|` from a score after the soft-cap, i and j on the global token axis. On
+      CUDA `flex` supports both and `flash2` a soft-cap. Otherwise the slow reference kernel computes them.
 
-    Collective: every rank of the group makes the same calls, forward and backward. Raises `SpecError` before any exchange if
-    the tensors do not fit the plan, `DisagreementError` if ranks differ, and `CommError` if a peer is lost (gloo; under NCCL
-    the watchdog ends the process). On CUDA, ranks compare only the first call of each kind: a rank with an error in a later
-    call raises alone. Otherwise as `scaled_dot_product_attention`, autocast included, without a mask argument or dropout.
-    Differentiable once, in reverse mode.
+    Collective: every rank of the group makes the same calls, forward and backward. Raises `SpecError` before any
+    exchange if the tensors do not fit the plan, `DisagreementError` if ranks differ, and `CommError` if a peer is lost
+    (gloo; under NCCL the watchdog ends the process). On CUDA, ranks compare only the first call of each kind: a rank
+    with an error in a later call raises alone. Otherwise as `scaled_dot_product_attention`, autocast included, without
+    a mask argument or dropout. Differentiable once, in reverse mode.
     """
     return attend(q, k, v, share_of(plan, group, kernel), scale, sink, softcap, alibi)
 
@@ -73,8 +74,8 @@ def share_of(
 ) -> ShareRef:
     """Return this rank's share of a plan in a group. The share is made once and cached on the plan.
 
-    `agreed` holds the kinds of call that the ranks have compared already. Only a caller whose ranks have compared the plan of
-    that `name` may pass it.
+    `agreed` holds the kinds of call that the ranks have compared already. Only a caller whose ranks have compared the
+    plan of that `name` may pass it.
     """
     process_group = as_group(group, plan.degrees.levels)
     kept = plan.attachments

@@ -35,13 +35,15 @@ class ContextParallel:
 
     - `layout`: "contiguous", "zigzag", "striped" or "balanced". "balanced" is computed from the masks of each sequence.
     - `route`: a name of `longspan.names.ROUTES`, or "auto" for the cheapest route by `costs`.
-    - `heads`: (query heads, KV heads) on one rank, after tensor parallelism of degree `tp`. Routes that move heads need them.
+    - `heads`: (query heads, KV heads) on one rank, after tensor parallelism of degree `tp`. Routes that move heads need
+      them.
     - `inner`: inner degree of a route of two levels. Default: the inner axis of a 2-D mesh; otherwise chosen.
-    - `comm_dtype`: bf16 or fp8, as a torch dtype or by name, rounds keys and values in flight. Default: their own dtype.
+    - `comm_dtype`: bf16 or fp8, as a torch dtype or by name, rounds keys and values in flight. Default: their own
+      dtype.
     - `pad_to_multiple_of`: pads each rank's local length with padding slots to a multiple.
     - `layers`: number of layers that use the mask of each name, the mask's weight in "balanced". Default: 1 each.
-    - `min_split_tokens`: "balanced" splits no shorter document, though token counts then differ between ranks
-      (see `longspan.advise.Costs.min_split_tokens`).
+    - `min_split_tokens`: "balanced" splits no shorter document, though token counts then differ between ranks (see
+      `longspan.advise.Costs.min_split_tokens`).
 
     Raises `SpecError` for options that no sequence could be planned with.
     """
@@ -98,9 +100,9 @@ class ContextParallel:
     def sequence(self, mask: Mask | Mapping[str, Mask], ids: Tensor | bytes | None = None) -> Iterator["Sequence"]:
         """Lay out one micro-batch and plan its masks. Backward may run after the block has ended.
 
-        `mask` is one mask, named "full", or a mapping from names to masks over the same tokens. Collective: the ranks compare
-        layout, masks, route and, if given, `ids` (the global input ids, or a digest of the batch). If ranks differ, all of
-        them raise `DisagreementError`, which names the ranks, before any other exchange.
+        `mask` is one mask, named "full", or a mapping from names to masks over the same tokens. Collective: the ranks
+        compare layout, masks, route and, if given, `ids` (the global input ids, or a digest of the batch). If ranks
+        differ, all of them raise `DisagreementError`, which names the ranks, before any other exchange.
         """
         problem: Exception | None = None
         what = {"layouts, masks or routes": b"", "token ids": b""}
@@ -190,7 +192,8 @@ class Sequence:
         softcap: float | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """Run `longspan.attention` with the plan of the named mask. `mask` may be omitted if the sequence has one mask."""
+        """Run `longspan.attention` with the plan of the named mask. `mask` may be omitted if the sequence has one
+        mask."""
         return attend(q, k, v, self._shares[self._named(mask)], scale, sink, softcap, alibi)
 
     def projected_attention(
@@ -223,10 +226,12 @@ class Sequence:
     def shard(self, x: Mapping[str, Tensor], dim: int | Mapping[str, int]) -> dict[str, Tensor]: ...
 
     def shard(self, x: Tensor | Mapping[str, Tensor], dim: int | Mapping[str, int]) -> Tensor | dict[str, Tensor]:
-        """Return this rank's slots of a global tensor, or of each tensor of a mapping: dim `dim` shrinks from `S` to `T`.
+        """Return this rank's slots of a global tensor, or of each tensor of a mapping: dim `dim` shrinks from `S` to
+        `T`.
 
-        `dim` of a mapping may be a mapping too. Shift labels before sharding, with `longspan.data.shift_labels`. Padding slots
-        hold -100 in "labels", -1 in "position_ids" and 0 elsewhere. Raises `SpecError` for a tensor that is already sharded.
+        `dim` of a mapping may be a mapping too. Shift labels before sharding, with `longspan.data.shift_labels`.
+        Padding slots hold -100 in "labels", -1 in "position_ids" and 0 elsewhere. Raises `SpecError` for a tensor that
+        is already sharded.
         """
         if isinstance(x, Mapping):
             dims = {name: dim if isinstance(dim, int) else dim[name] for name in x}
@@ -241,6 +246,7 @@ class Sequence:
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Gather the global tensor on every rank from the slots of all ranks. Collective, differentiable.
 
-        Backward assumes that the gradient of the global tensor is the same on all ranks: each rank keeps its own slots of it.
+        Backward assumes that the gradient of the global tensor is the same on all ranks: each rank keeps its own slots
+        of it.
         """
         return gather(x, self.layout, self.cp.rank, dim, self.cp.group)

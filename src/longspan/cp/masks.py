@@ -11,9 +11,9 @@ from longspan.plan.mask import Band
 def documents_mask(lengths: Sequence[int], parents: Sequence[int] = (), window: int | None = None) -> Mask:
     """Return a mask that is causal within each document, and full from a document to its parent.
 
-    `parents[n]` is the document that document n sees as well, or -1 for none. Default: no document has a parent. One parent of
-    all other documents gives `Mask.shared_prefix`. `window` counts positions, which continue from the parent's end: the tokens
-    between the two on the token axis are added to the bound of `i - j`.
+    `parents[n]` is the document that document n sees as well, or -1 for none. Default: no document has a parent. One
+    parent of all other documents gives `Mask.shared_prefix`. `window` counts positions, which continue from the
+    parent's end: the tokens between the two on the token axis are added to the bound of `i - j`.
     """
     mask = Mask.documents(lengths, window=window)
     if not parents:

@@ -3,8 +3,8 @@
     for each stage:  x -> q of its heads -> exchange -> attention -> exchange back -> output += out Wo[:, its heads]
                        -> k, v at the first stage that needs these KV heads
 
-Queries, keys and values of all heads never exist at once. Forward saves only x; backward recomputes each stage. A stage slices
-the rows of its heads from the weights, so that the weights keep the model's own head order.
+Queries, keys and values of all heads never exist at once. Forward saves only x; backward recomputes each stage. A stage
+slices the rows of its heads from the weights, so that the weights keep the model's own head order.
 
     B batch, T slots of this rank, E hidden size, H query heads, K KV heads, D head dim
 """
@@ -41,9 +41,9 @@ Transform = Callable[[Tensor], Tensor]
 class Projections:
     """The linear projections of an attention layer, as weights `(out, in)`.
 
-    q `(H D, E)`, k and v `(K D, E)`, o `(E, H D)`; biases are optional. `head_dim` is D. `on_q` and `on_k` are applied to a few
-    heads `(B, heads, T, D)` at a time before the exchange, such as rotary embedding or a norm; they must treat all heads alike.
-    `used` are the tensors inside `on_q` and `on_k` that need gradients.
+    q `(H D, E)`, k and v `(K D, E)`, o `(E, H D)`; biases are optional. `head_dim` is D. `on_q` and `on_k` are applied
+    to a few heads `(B, heads, T, D)` at a time before the exchange, such as rotary embedding or a norm; they must treat
+    all heads alike. `used` are the tensors inside `on_q` and `on_k` that need gradients.
     """
 
     q: Tensor
@@ -72,9 +72,9 @@ def projected_attention(
 ) -> Tensor:
     """A whole attention layer on this rank's slots, `x (B, T, E)` -> `(B, T, E)`, by a plan of route "upipe".
 
-    `heads_per_stage` is the number of query heads computed at a time, the same on each rank. Default: the smallest valid number.
-    Raises `SpecError`, with the valid numbers, for an invalid one, and as `attention` does. Differentiable in x, all weights
-    and `used`; backward recomputes attention. Collective, as `attention` is.
+    `heads_per_stage` is the number of query heads computed at a time, the same on each rank. Default: the smallest
+    valid number. Raises `SpecError`, with the valid numbers, for an invalid one, and as `attention` does.
+    Differentiable in x, all weights and `used`; backward recomputes attention. Collective, as `attention` is.
     """
     if not plan.staged:
         staged = next(name for name, route in ROUTES.items() if route.staged)
@@ -95,7 +95,8 @@ def projected_attention(
 
 
 class UpipeAttention(nn.Module):
-    """An attention layer that never holds q, k, v of all heads (route "upipe"). Parameter names as in Hugging Face's Llama.
+    """An attention layer that never holds q, k, v of all heads (route "upipe"). Parameter names as in Hugging Face's
+    Llama.
 
     `head_dim` defaults to `hidden_size / num_heads`.
     """
@@ -244,7 +245,8 @@ class _Layer:
         return self.dx.to(dtype), [self.sums.get(name) for name in _WEIGHTS] + list(self.used)
 
     def _gather(self, stage: HeadStage, kv: _KV | None, meter: Call) -> tuple[HeadExchange, _Heads, Tensor, _KV]:
-        """Project and exchange the heads of a stage: all rows of this rank's query and KV heads. Reuses `kv` if given."""
+        """Project and exchange the heads of a stage: all rows of this rank's query and KV heads. Reuses `kv` if
+        given."""
         exchange = HeadExchange(stage.share, self.share.work.slots, self.share.work.rows, self.share.group, meter)
         local_q, made_q = self._project("q", stage.query)
         if kv is not None:

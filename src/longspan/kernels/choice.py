@@ -38,8 +38,8 @@ def check_kernel_name(name: str) -> str:
 def choose_kernel(
     name: str, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None, regular: bool = False
 ) -> Kernel:
-    """Return the named kernel, or for "auto" the first that can compute these tensors. Raises `SpecError` if the named kernel
-    cannot. `regular`: whether the tiles suit cuDNN (`masked.are_regular`)."""
+    """Return the named kernel, or for "auto" the first that can compute these tensors. Raises `SpecError` if the named
+    kernel cannot. `regular`: whether the tiles suit cuDNN (`masked.are_regular`)."""
     if name == AUTO:
         name, _ = choose_auto(q, k, v, change, regular)
     kernel = KERNELS[check_kernel_name(name)]

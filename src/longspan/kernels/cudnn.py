@@ -1,8 +1,8 @@
 """PyTorch's cuDNN attention on CUDA, with its log-sum-exp, by private aten operators that only this file calls.
 
-Modes: full, causal for square tiles, or an additive mask. Tiles are split as for the CPU operator, which has the same modes.
-"auto" chooses cuDNN on Hopper and Blackwell, where it is faster than FlashAttention-2, for plans whose tiles need no mask.
-Not run on a GPU yet; tests use a stand-in with its schema.
+Modes: full, causal for square tiles, or an additive mask. Tiles are split as for the CPU operator, which has the same
+modes. "auto" chooses cuDNN on Hopper and Blackwell, where it is faster than FlashAttention-2, for plans whose tiles
+need no mask. Not run on a GPU yet; tests use a stand-in with its schema.
 """
 
 from collections.abc import Sequence

@@ -6,11 +6,13 @@
     # # . .     the last 2 keys          # # . .         # # # # .                   . # #     reverse order, then type 1
     # # # .     of each row              . # # .         # # # # #                   . . #     or 2
 
-The kernel for fp32, for K and V dims that differ, and for devices before Ampere. K and V heads are repeated for grouped queries,
-and their gradients summed in fp32. Backward adds atomically, in any order, unless torch's deterministic algorithms are on. Not
-run on a GPU yet; tests use a stand-in with its schema. From torch's kernel_forward.h and kernel_backward.h:
+The kernel for fp32, for K and V dims that differ, and for devices before Ampere. K and V heads are repeated for grouped
+queries, and their gradients summed in fp32. Backward adds atomically, in any order, unless torch's deterministic
+algorithms are on. Not run on a GPU yet; tests use a stand-in with its schema. From torch's kernel_forward.h and
+kernel_backward.h:
 
-- lse is padded to a multiple of 32 rows, with inf in backward; for several sequences it is `(sequences, H, rows of the longest)`.
+- lse is padded to a multiple of 32 rows, with inf in backward; for several sequences it is `(sequences, H, rows of the
+  longest)`.
 - Every row starts at a multiple of 16 bytes. Backward assumes that `out` is contiguous.
 - The window of backward counts from the top left even for type 2, so that windows are used with type 1 only.
 """
@@ -121,7 +123,8 @@ def _find_mode(shape: Shape) -> Mode | None:
 
 
 def _shows(mode: Mode, shape: Shape) -> bool:
-    """Whether `mode` covers exactly the pairs of one more tile. Turned calls take one tile: reversal would swap sequences."""
+    """Whether `mode` covers exactly the pairs of one more tile. Turned calls take one tile: reversal would swap
+    sequences."""
     num_q, num_k, lo, hi = shape
     if mode.turned:
         return False
@@ -135,7 +138,8 @@ def _shows(mode: Mode, shape: Shape) -> bool:
 
 
 def _split(tile: Tile) -> Sequence[Tile]:
-    """Split a band into tiles that have modes: at the lower edge's key in the first row, or at the last row that sees key 0.
+    """Split a band into tiles that have modes: at the lower edge's key in the first row, or at the last row that sees
+    key 0.
 
     # # | # . .       # # | # . .        # # # #
     # # | # # .       . # | # # .        # # # #

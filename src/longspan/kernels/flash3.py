@@ -1,8 +1,8 @@
 """FlashAttention-3 on Hopper, if its package (flash_attn_3) is installed. Bands and sequences as for FlashAttention-2.
 
-Calls torch's adapter `torch.nn.attention._fa3` directly, without `activate_flash_attention_impl("FA3")`, so that the program's
-own `scaled_dot_product_attention` is not changed. The adapter has the signatures of aten's flash operators. Not run on a GPU yet;
-tests use a stand-in with those signatures.
+Calls torch's adapter `torch.nn.attention._fa3` directly, without `activate_flash_attention_impl("FA3")`, so that the
+program's own `scaled_dot_product_attention` is not changed. The adapter has the signatures of aten's flash operators.
+Not run on a GPU yet; tests use a stand-in with those signatures.
 """
 
 from collections.abc import Callable, Sequence

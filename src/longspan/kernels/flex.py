@@ -1,7 +1,7 @@
 """PyTorch's FlexAttention, by its public API: soft-cap and ALiBi in fused CUDA kernels, forward and backward.
 
-Its backward does not take the final `out` and `lse`. So our backward recomputes the tile's own out_i and lse_i, and gives them
-the gradients that follow from out = sum w_i out_i, lse = log sum exp(lse_i), w_i = exp(lse_i - lse):
+Its backward does not take the final `out` and `lse`. So our backward recomputes the tile's own out_i and lse_i, and
+gives them the gradients that follow from out = sum w_i out_i, lse = log sum exp(lse_i), w_i = exp(lse_i - lse):
 
     d out_i = w_i dout        d lse_i = w_i dout . (out_i - out)
 
@@ -26,7 +26,8 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 
 _BLOCK = 128
-"""Rows and keys of a block, which is skipped, computed whole or computed with the mask. FlexAttention is tuned for 128."""
+"""Rows and keys of a block, which is skipped, computed whole or computed with the mask. FlexAttention is tuned for
+128."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -86,14 +87,15 @@ def _attend(
 
 
 def _cotangents(dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return d out_i and d lse_i. The latter is computed from the rounded former, so that rounding cancels in the derivative
-    of a score, `d out_i . (v - out_i) + d lse_i = d out_i . (v - out)`."""
+    """Return d out_i and d lse_i. The latter is computed from the rounded former, so that rounding cancels in the
+    derivative of a score, `d out_i . (v - out_i) + d lse_i = d out_i . (v - out)`."""
     own_dout = (torch.exp(own_lse - lse).unsqueeze(-1) * dout).to(own_out.dtype)
     return own_dout, (own_dout * (own_out.to(lse.dtype) - out)).sum(-1)
 
 
 def _score_mod(change: ScoreChange, q: Tensor) -> Callable[..., Tensor]:
-    """Return the score_mod. It reads its parameters from tensors, so that another cap or other places do not recompile."""
+    """Return the score_mod. It reads its parameters from tensors, so that another cap or other places do not
+    recompile."""
     wide = torch.promote_types(q.dtype, torch.float32)
     cap = slopes = rows = keys = None
     if change.softcap is not None:
@@ -117,8 +119,9 @@ def _score_mod(change: ScoreChange, q: Tensor) -> Callable[..., Tensor]:
 def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
     """Build the block mask of successive tiles from their bands: `create_block_mask` would materialise every pair.
 
-    A row sees keys `first` to `last`. Both are non-decreasing over rows, and the rows together see every key. So a block is
-    visible if the keys of its first to last row reach it, and whole if both its first and its last row see all its keys.
+    A row sees keys `first` to `last`. Both are non-decreasing over rows, and the rows together see every key. So a
+    block is visible if the keys of its first to last row reach it, and whole if both its first and its last row see all
+    its keys.
     """
     starts = list(accumulate((shape.num_k for shape in shapes), initial=0))
     tiles = [(start + np.arange(tile.num_q), tile, start) for tile, start in zip(shapes, starts[:-1], strict=True)]
@@ -148,10 +151,10 @@ def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
 def _compiled(backend: str = "inductor") -> Callable[..., Any]:
     """Return compiled `flex_attention`, one for all calls. Uncompiled, it materialises the scores of all heads.
 
-    The first graph is for one length, the second for any: `dynamic=True` would save the first, but make the scale a variable.
-    Phases, dtypes, heads, score changes, and lengths of 1, of one block and of more make some dozens of graphs, hence the
-    higher limit. `fullgraph` makes a call beyond the limit raise instead of silently running uncompiled.
-    `isolate_recompiles` keeps these graphs from using up the limit of the user's own `flex_attention`.
+    The first graph is for one length, the second for any: `dynamic=True` would save the first, but make the scale a
+    variable. Phases, dtypes, heads, score changes, and lengths of 1, of one block and of more make some dozens of
+    graphs, hence the higher limit. `fullgraph` makes a call beyond the limit raise instead of silently running
+    uncompiled. `isolate_recompiles` keeps these graphs from using up the limit of the user's own `flex_attention`.
     """
     return torch.compile(  # type: ignore[call-overload]
         flex_attention, fullgraph=True, backend=backend, recompile_limit=128, isolate_recompiles=True

@@ -26,8 +26,8 @@ _LEAF, _HALVED = 128, 1024
 
 
 def are_regular(tiles: Iterable[Tile]) -> bool:
-    """Whether all tiles are full, or causal and square, with sides that are multiples of 128. Such shapes recur in every batch,
-    unlike those of documents; cuDNN builds a graph for each new shape."""
+    """Whether all tiles are full, or causal and square, with sides that are multiples of 128. Such shapes recur in
+    every batch, unlike those of documents; cuDNN builds a graph for each new shape."""
     return all(
         tile.shape.num_q % _SIDE == tile.shape.num_k % _SIDE == 0 and causal_of(tile.shape) is not None
         for tile in tiles
@@ -35,7 +35,8 @@ def are_regular(tiles: Iterable[Tile]) -> bool:
 
 
 def split_by_modes(tile: Tile, dtype: torch.dtype, backward: bool) -> Sequence[Tile]:
-    """Split a tile into rectangles and lower triangles, which have modes, and as small a rest as possible, which is masked.
+    """Split a tile into rectangles and lower triangles, which have modes, and as small a rest as possible, which is
+    masked.
 
     # # | # . .     a lower trapezoid: rows that see every key (below), keys that every row sees (left), a triangle
     # # | # # .
@@ -76,8 +77,8 @@ def _split_keys(tile: Tile) -> Sequence[Tile]:
 
 
 def _split_lower(tile: Tile, backward: bool) -> Sequence[Tile]:
-    """Split a lower trapezoid into up to two rectangles and a triangle. In backward, split a triangle of moderate size into
-    two triangles and a square: the operator computes most hidden pairs of a small triangle."""
+    """Split a lower trapezoid into up to two rectangles and a triangle. In backward, split a triangle of moderate size
+    into two triangles and a square: the operator computes most hidden pairs of a small triangle."""
     shape = tile.shape
     if shape.lo == 0 and shape.num_q == shape.num_k:
         if not backward or not _LEAF < shape.num_q <= _HALVED:

@@ -1,8 +1,8 @@
 """The protocol of attention kernels, and the calls that compute tiles.
 
-A kernel computes one tile: `num_q` queries against `num_k` keys, whose visible pairs are a band (`Shape`). A tile is trimmed:
-every row sees a key. A kernel without a mode for a tile splits it into tiles that have one, whose results are merged. Successive
-tiles, such as those of packed documents, go to a kernel in one call if it can join them.
+A kernel computes one tile: `num_q` queries against `num_k` keys, whose visible pairs are a band (`Shape`). A tile is
+trimmed: every row sees a key. A kernel without a mode for a tile splits it into tiles that have one, whose results are
+merged. Successive tiles, such as those of packed documents, go to a kernel in one call if it can join them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,8 +61,8 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`(B, H, num_q, D), (B, K, num_k, D), (B, K, num_k, Dv)` -> out `(B, H, num_q, Dv)`, lse `(B, H, num_q)`.
 
-        For one tile, or several that `joins` allows, concatenated along rows and along keys. Rows see keys of their own tile
-        only. lse is the natural logarithm of the sum of exponentials, in fp32 (fp64 for fp64).
+        For one tile, or several that `joins` allows, concatenated along rows and along keys. Rows see keys of their own
+        tile only. lse is the natural logarithm of the sum of exponentials, in fp32 (fp64 for fp64).
         """
         ...
 

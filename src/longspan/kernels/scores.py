@@ -15,8 +15,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class ScoreChange:
-    """Soft-cap, and ALiBi `slopes (H,)` of the given query heads. ALiBi also needs the places of a tile's `rows (num_q,)` and
-    `keys (num_k,)` on the token axis, int64."""
+    """Soft-cap, and ALiBi `slopes (H,)` of the given query heads. ALiBi also needs the places of a tile's `rows
+    (num_q,)` and `keys (num_k,)` on the token axis, int64."""
 
     softcap: float | None = None
     slopes: Tensor | None = None
@@ -33,8 +33,8 @@ class ScoreChange:
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
     def apply_(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Change scores `(B, K, H / K, num_q, num_k)` of some rows of the tile in place. Return them, and the derivative of the
-        changed by the original scores (None: 1)."""
+        """Change scores `(B, K, H / K, num_q, num_k)` of some rows of the tile in place. Return them, and the
+        derivative of the changed by the original scores (None: 1)."""
         derivative = None
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_()

@@ -1,10 +1,12 @@
-"""Tiles for flash kernels on CUDA, which take a band as a window aligned to the bottom right, and several sequences in one call.
+"""Tiles for flash kernels on CUDA, which take a band as a window aligned to the bottom right, and several sequences in
+one call.
 
     # # . .     right 0            . # # .     left 1, right 1
     # # # .     (open to the       . . # #
     # # # #     left: causal)
 
-Our tensors are heads first, `(B, H, T, D)`. These kernels take rows first, `(B, T, H, D)`, or `(T, H, D)` for several sequences.
+Our tensors are heads first, `(B, H, T, D)`. These kernels take rows first, `(B, T, H, D)`, or `(T, H, D)` for several
+sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +29,8 @@ Window = tuple[int | None, int | None]
 def split_for_windows(tile: Tile) -> Sequence[Tile]:
     """Split a banded tile that is taller than wide at the rows that see every key. Other tiles are not split.
 
-    The operator takes a window side of `num_k` or more as open, and an open side as `num_k`, which is wrong for tall tiles. The
-    rows before and after those that see every key form tiles at least as wide as tall.
+    The operator takes a window side of `num_k` or more as open, and an open side as `num_k`, which is wrong for tall
+    tiles. The rows before and after those that see every key form tiles at least as wide as tall.
     """
     num_q, num_k, lo, hi = tile.shape
     if num_q <= num_k or not (tile.shape.has_lo or tile.shape.has_hi):
@@ -48,7 +50,8 @@ def window_of(shape: Shape) -> Window:
 
 
 def shows(window: Window, shape: Shape) -> bool:
-    """Whether the window covers exactly the pairs of a tile: each side is the tile's, or beyond all its keys where open."""
+    """Whether the window covers exactly the pairs of a tile: each side is the tile's, or beyond all its keys where
+    open."""
     beyond = (shape.num_k - 1, shape.num_q - 1)
     own = window_of(shape)
     return all(w == o or (o is None and w is not None and w >= b) for w, o, b in zip(window, own, beyond, strict=True))
@@ -70,8 +73,8 @@ def flash_forward(
 def flash_backward(
     operator: Callable[..., Any], saved: BackwardInputs, shapes: Sequence[Shape], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv by an operator with the signature of `aten._flash_attention_backward`. It adds atomically, in any
-    order, unless torch's deterministic algorithms are on."""
+    """Return dq, dk, dv by an operator with the signature of `aten._flash_attention_backward`. It adds atomically, in
+    any order, unless torch's deterministic algorithms are on."""
     left, right = window_of(shapes[0])
     dout, q, k, v, out = (rows_first(x, shapes) for x in saved[:5])
     lse = saved.lse.contiguous() if len(shapes) == 1 else saved.lse[0].contiguous()

@@ -53,13 +53,14 @@ def context_parallel(
 ) -> Iterator["DropIn"]:
     """Run plain PyTorch on a sharded sequence, as `torch.distributed.tensor.experimental.context_parallel` does.
 
-    Inside, `buffers` hold this rank's slots along `buffer_seq_dims` (`S` becomes `T`), and `scaled_dot_product_attention` of
-    local q, k, v `(..., T, D)` attends over the whole sequence. Backward may run inside or afterwards. On exit, also by an
-    exception, buffers get back their global content, except `no_restore_buffers`; writes made inside are lost. Yields a
-    `DropIn`, whose `unshard` gathers local results.
+    Inside, `buffers` hold this rank's slots along `buffer_seq_dims` (`S` becomes `T`), and
+    `scaled_dot_product_attention` of local q, k, v `(..., T, D)` attends over the whole sequence. Backward may run
+    inside or afterwards. On exit, also by an exception, buffers get back their global content, except
+    `no_restore_buffers`; writes made inside are lost. Yields a `DropIn`, whose `unshard` gathers local results.
 
     - `layout`, `route`, `inner`, `kernel`, `comm_dtype`: as for `ContextParallel`.
-    - `mask`: the mask of calls without `attn_mask`. Default: full, or causal with `is_causal`. Layout "balanced" needs it.
+    - `mask`: the mask of calls without `attn_mask`. Default: full, or causal with `is_causal`. Layout "balanced" needs
+      it.
     - `seq_len`: length of the whole sequence. Needed without buffers and mask.
 
     Collective: the ranks compare all of these. Raises `SpecError` for a call that cannot be computed, at that call, and

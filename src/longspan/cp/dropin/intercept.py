@@ -46,8 +46,8 @@ _open: list["_Kernels"] = []
 def intercepted(attend: Callable[..., Tensor], slots: int) -> Iterator[None]:
     """Replace SDPA by `attend` in this thread and the backward passes it starts; other attention raises `SpecError`.
 
-    Threads started before are not affected, except that attention over as many rows as this rank has `slots` raises, since
-    it may belong to this context.
+    Threads started before are not affected, except that attention over as many rows as this rank has `slots` raises,
+    since it may belong to this context.
     """
     with (
         torch.compiler.set_stance("force_eager"),
@@ -108,14 +108,16 @@ def _attend(
 
 
 def _guarded(kernel: Any, keyset: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Guard SDPA's CPU kernel, for calls that dispatch modes do not see: in operators, other threads and compiled code."""
+    """Guard SDPA's CPU kernel, for calls that dispatch modes do not see: in operators, other threads and compiled
+    code."""
     if not is_own_kernel():
         _check_elsewhere(str(_CPU_KERNEL), query, key)
     return kernel.call_boxed(keyset, query, key, *args, **kwargs)
 
 
 def _check_elsewhere(name: str, query: Tensor, key: Tensor) -> None:
-    """Refuse a call that may belong to a context of another thread: from a thread started inside, or with `slots` rows."""
+    """Refuse a call that may belong to a context of another thread: from a thread started inside, or with `slots`
+    rows."""
     rows = (query.shape[-2], key.shape[-2])
     for context in _open:
         if current_thread() not in context.other_threads or rows == (context.slots, context.slots):
@@ -146,7 +148,8 @@ class _Kernels(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Function mode that refuses `multi_head_attention_forward` with weights, which computes attention by bmm and softmax."""
+    """Function mode that refuses `multi_head_attention_forward` with weights, which computes attention by bmm and
+    softmax."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -170,7 +173,8 @@ def _hidden_attention(func: Callable[..., Any]) -> str | None:
 
 
 class _Traced(torch.autograd.Function):
-    """Saves one more tensor than plain SDPA, so that checkpointing which recomputes with plain SDPA finds it missing."""
+    """Saves one more tensor than plain SDPA, so that checkpointing which recomputes with plain SDPA finds it
+    missing."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,4 +1,5 @@
-"""Runs one rank's share of any plan, forward and backward: computes tiles while the rows of the next stage are in flight.
+"""Runs one rank's share of any plan, forward and backward: computes tiles while the rows of the next stage are in
+flight.
 
     B batch, H query heads, K KV heads, T slots of this rank, D head dim
 
@@ -128,8 +129,9 @@ def run_forward(
     scale: float,
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` in q's dtype, lse of the rows computed
-    here, and after a head exchange the exchanged q, k, v and out that backward takes (otherwise an empty list)."""
+    """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` in q's dtype, lse of the rows
+    computed here, and after a head exchange the exchanged q, k, v and out that backward takes (otherwise an empty
+    list)."""
     q, k, v = map(_dense_rows, (q, k, v))
     kernel = share.kernel_for(q, k, v, change)
     with call("forward", share.route, kernel.name, share.work.rank, q.device) as meter:
@@ -158,8 +160,8 @@ def run_backward(
     scale: float,
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the local q, k, v, and of the sink `(H,)` from the rows and heads computed here (`(0,)` without
-    a sink). After a head exchange q, k, v and out are the exchanged ones that forward returned."""
+    """Return the gradients of the local q, k, v, and of the sink `(H,)` from the rows and heads computed here (`(0,)`
+    without a sink). After a head exchange q, k, v and out are the exchanged ones that forward returned."""
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
     kernel = share.kernel_for(q, k, v, change)
     with call("backward", share.route, kernel.name, share.work.rank, q.device) as meter:
@@ -224,8 +226,8 @@ def differentiate_rows(
     change: ScoreChange | None = None,
     partial: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the given q, k, v, and of the sink. `partial` keeps dk and dv in the accumulation dtype, as
-    terms of a further sum.
+    """Return the gradients of the given q, k, v, and of the sink. `partial` keeps dk and dv in the accumulation dtype,
+    as terms of a further sum.
 
     The own shard is computed last, while partial gradients of its keys return from other ranks.
     """

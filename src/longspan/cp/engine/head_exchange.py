@@ -1,4 +1,5 @@
-"""Ulysses' exchange of heads among the members of a group: all heads of some rows become all rows of some heads, and back.
+"""Ulysses' exchange of heads among the members of a group: all heads of some rows become all rows of some heads, and
+back.
 
     B batch, H query heads (K KV heads), T slots of this rank, R slots of all members, D head dim
 
@@ -47,8 +48,8 @@ class HeadExchange:
     def gather(
         self, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str | None, again: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of all rows; k and v are rounded to `comm_dtype`. `again`: for more heads of the same rows, which
-        `rows_received` counts already."""
+        """Return q, k and v of all rows; k and v are rounded to `comm_dtype`. `again`: for more heads of the same rows,
+        which `rows_received` counts already."""
         wire = WIRES[comm_dtype]
         together, *rounded = self.there([q, wire.encode(k), wire.encode(v)])
         if not again:
@@ -56,7 +57,8 @@ class HeadExchange:
         return together, wire.decode(rounded[0], k), wire.decode(rounded[1], v)
 
     def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`(B, heads, T, D)` of this rank's slots -> `(B, this member's heads, R, D)`. Tensors have all query or all KV heads."""
+        """`(B, heads, T, D)` of this rank's slots -> `(B, this member's heads, R, D)`. Tensors have all query or all KV
+        heads."""
         share = self.share
         live = share.tokens[share.member]
         leaving = [[[x[:, slice(*self._runs(x.shape[1])[m]), :live]] for x in tensors] for m in self._all]
@@ -74,7 +76,8 @@ class HeadExchange:
         return results
 
     def back(self, query: Sequence[Tensor], kv: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """`(B, this member's heads, R, D)` -> `(B, all heads, T, D)` in `dtype`, for `query` tensors, then `kv` tensors.
+        """`(B, this member's heads, R, D)` -> `(B, all heads, T, D)` in `dtype`, for `query` tensors, then `kv`
+        tensors.
 
         Padding slots hold 0. Replicated KV heads are summed over their members, in member order.
         """

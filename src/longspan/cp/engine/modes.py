@@ -1,4 +1,5 @@
-"""PyTorch modes around an attention call: autocast applies as in `scaled_dot_product_attention`, transforms are refused.
+"""PyTorch modes around an attention call: autocast applies as in `scaled_dot_product_attention`, transforms are
+refused.
 
 autocast bf16       q, k, v in fp32 or less -> bf16; nothing inside the call is cast
 vmap, jvp, grad     of torch.func, and forward-mode tangents: `SpecError`, since our operators would drop them silently

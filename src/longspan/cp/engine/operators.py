@@ -3,8 +3,8 @@
     longspan::attention_forward    q, k, v, ..., share, ... -> out, lse, exchanged q, k, v, out for backward
     longspan::attention_backward   dout, q, k, v, out, lse, ..., share, ... -> dq, dk, dv, dsink
 
-A `Share` holds plan and group and is registered as an opaque reference, so that one compilation serves every plan. Only this
-file uses torch's private registry of opaque types.
+A `Share` holds plan and group and is registered as an opaque reference, so that one compilation serves every plan. Only
+this file uses torch's private registry of opaque types.
 """
 
 from typing import Any
@@ -31,8 +31,8 @@ class ShareRef(OpaqueBase):
         self.agreed: set[str] = set() if agreed is None else agreed
         heads = share.work.heads
         self.exchanged = [] if heads is None else [heads.num_query, heads.num_kv, share.work.rows, heads.kv[-1][1]]
-        """Query heads, KV heads and slots that this rank computes, and all KV heads; empty without a head exchange. Fake
-        kernels derive output shapes from these, the only member that compiled code can read."""
+        """Query heads, KV heads and slots that this rank computes, and all KV heads; empty without a head exchange.
+        Fake kernels derive output shapes from these, the only member that compiled code can read."""
 
 
 register_opaque_type(
@@ -51,8 +51,8 @@ def attention_forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return out `(B, H, T, Dv)` of the local shards, lse of the rows computed here, and after a head exchange the exchanged
-    q, k, v, out. Sends and receives."""
+    """Return out `(B, H, T, Dv)` of the local shards, lse of the rows computed here, and after a head exchange the
+    exchanged q, k, v, out. Sends and receives."""
     change = ScoreChange.of(softcap, alibi)
     check_call(ref.share, q, k, v, sink, scale, change, ref.agreed)
     with without_autocast(q.device):

@@ -2,8 +2,8 @@
 
     B batch, K KV heads, R rows of a buffer, D head dim
 
-Keys and values travel heads first, `(B, K, R, D)`, the layout that kernels read fastest. Gradients are summed and travel rows
-first, `(R, B, K, D)`, the layout that kernels write; any run of rows is contiguous in it.
+Keys and values travel heads first, `(B, K, R, D)`, the layout that kernels read fastest. Gradients are summed and
+travel rows first, `(R, B, K, D)`, the layout that kernels write; any run of rows is contiguous in it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,14 +34,15 @@ class Lane:
         main   kernel 1 | kernel 2 | kernel 3                 kernel n + 1 waits for merge n - 1: then the memory of tile n - 1
         lane              merge 1  | merge 2  | merge 3       can be reused, and at most two tiles are held
 
-    The CUDA allocator reuses freed memory at once, ordered only after the work launched on the stream that allocated it. A
-    tensor used on both streams must therefore be held until they have synchronised:
+    The CUDA allocator reuses freed memory at once, ordered only after the work launched on the stream that allocated
+    it. A tensor used on both streams must therefore be held until they have synchronised:
 
-    - Results of a tile are allocated on main and read on the lane. `after` holds them until main has waited for their merge.
-    - Tensors that outlive the call are allocated on main (`home`), whichever stream writes them first. The lane writes them after
-      the work that main launched before the block; main sees them after `join`.
-    - Tensors used on the lane alone (temporaries, gradients in flight) are allocated there. Hops are posted and waited for in
-      such blocks, so that the lane waits for them, not main.
+    - Results of a tile are allocated on main and read on the lane. `after` holds them until main has waited for their
+      merge.
+    - Tensors that outlive the call are allocated on main (`home`), whichever stream writes them first. The lane writes
+      them after the work that main launched before the block; main sees them after `join`.
+    - Tensors used on the lane alone (temporaries, gradients in flight) are allocated there. Hops are posted and waited
+      for in such blocks, so that the lane waits for them, not main.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -56,7 +57,8 @@ class Lane:
         return cls(_side_stream(device) if device.type == "cuda" else None)
 
     def after(self, *tensors: Tensor) -> AbstractContextManager[Any]:
-        """Return a context for work on the lane, after the kernels launched before it. `tensors` are held until merged."""
+        """Return a context for work on the lane, after the kernels launched before it. `tensors` are held until
+        merged."""
         return nullcontext() if self.stream is None else self._block(self.stream, tensors)
 
     def home(self) -> AbstractContextManager[Any]:
@@ -88,7 +90,8 @@ class Lane:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the lane's stream of a device. One for all calls, which share its memory; high priority, since merges are short."""
+    """Return the lane's stream of a device. One for all calls, which share its memory; high priority, since merges are
+    short."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -97,8 +100,8 @@ def arriving_rows(
 ) -> Iterator[tuple[Stage, Stage | None, list[tuple[Step, Rows]]]]:
     """Yield each stage, the stage after it, and its steps with their keys and values, a list that the caller may empty.
 
-    While the caller computes a stage, the rows of the next are in flight; at most these two are held. A rank waits only for
-    messages that others post at an earlier stage, so that no cycle of waits can arise.
+    While the caller computes a stage, the rows of the next are in flight; at most these two are held. A rank waits only
+    for messages that others post at an earlier stage, so that no cycle of waits can arise.
     """
     wire = WIRES[comm_dtype]
     travels = own if not any(stage.sends for stage in work.stages) else (wire.encode(own[0]), wire.encode(own[1]))
@@ -147,7 +150,8 @@ class _Incoming:
 
 
 class ReturningGradients:
-    """Partial dK, dV in flight: from the previous rank, onwards to the next, and home from the last rank that adds to them.
+    """Partial dK, dV in flight: from the previous rank, onwards to the next, and home from the last rank that adds to
+    them.
 
     Gradients that have come home are added to `home` after the next stage is computed.
     """
@@ -168,11 +172,13 @@ class ReturningGradients:
         self._arriving.flight = hop.post(self._group, self._meter)
 
     def arrive(self) -> None:
-        """Wait until the partial gradients of the current stage have arrived, and those of the stage before have left."""
+        """Wait until the partial gradients of the current stage have arrived, and those of the stage before have
+        left."""
         self._arriving.wait(self._meter)
 
     def hand_over(self, stage: Stage, following: Stage | None) -> None:
-        """Send the finished gradients of `stage` onwards and home; allocate and receive those of the `following` stage."""
+        """Send the finished gradients of `stage` onwards and home; allocate and receive those of the `following`
+        stage."""
         self._homing.wait(self._meter)
         onwards, homewards = Hop(), Hop()
         for step, gradients in zip(stage.steps, self.here, strict=True):
@@ -227,14 +233,16 @@ def _buffers(rows: int, own: Rows, comm_dtype: str | None) -> Rows:
 
 
 def in_one_piece(like: Tensor, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-    """Allocate uninitialised tensors of these shapes, adjacent in one buffer, so that a collective takes them without a copy."""
+    """Allocate uninitialised tensors of these shapes, adjacent in one buffer, so that a collective takes them without a
+    copy."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.split(like.new_empty(sum(sizes), dtype=dtype), sizes) if sizes else ()
     return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]
 
 
 def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
-    """Return rows of `x (B, K, R, D)` as contiguous messages: views of one run head by head, or one message for all heads.
+    """Return rows of `x (B, K, R, D)` as contiguous messages: views of one run head by head, or one message for all
+    heads.
 
     For a received transfer, the same messages are the buffers to fill.
     """

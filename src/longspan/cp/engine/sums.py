@@ -70,8 +70,8 @@ class Gradient:
     """A sum of tile gradients, rows first, in at least fp32."""
 
     def __init__(self, like: Tensor, rows: int, home: Home = nullcontext, adopts: bool = True) -> None:
-        """Sum `rows` rows of a tensor like `like (B, K, *, D)`. `home`: context for allocating the sum. `adopts`: whether a
-        first tile that covers all rows may itself become the sum, without a copy."""
+        """Sum `rows` rows of a tensor like `like (B, K, *, D)`. `home`: context for allocating the sum. `adopts`:
+        whether a first tile that covers all rows may itself become the sum, without a copy."""
         B, K, _, D = like.shape
         self._like, self._shape, self._home, self._adopts = like, (rows, B, K, D), home, adopts
         self._wide = accumulation_dtype(like.dtype)
