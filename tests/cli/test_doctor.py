@@ -63,7 +63,7 @@ class OnMeta:
             9, None, "float32",
             "efficient; not flash3: FlashAttention-3 takes bf16 and fp16 on cuda, not torch.float32 on cuda; not cudnn: "
             "cuDNN attention takes bf16 and fp16 on cuda, not torch.float32 on cuda; not sdpa: "
-            "flash attention on cuda takes torch.bfloat16, torch.float16, not torch.float32; not flash2: "
+            "flash attention takes bf16 and fp16 on cuda, not torch.float32 on cuda; not flash2: "
             "flash-attn takes bf16 and fp16 on cuda, not torch.float32 on cuda",
         ),
     ],

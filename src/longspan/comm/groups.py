@@ -20,8 +20,7 @@ Group = RankGroup | DeviceMesh | None
 def as_group(group: Group, levels: tuple[int, int] | None = None) -> RankGroup | None:
     """Return the process group behind `group`. None means a group of this rank alone and is returned as None.
 
-    A 2-D mesh (outer, inner) is valid for a route of two `levels` of the same sizes, and gives the group of all its
-    ranks.
+    A 2-D mesh (outer, inner) gives the group of all its ranks. Its shape must equal the `levels` of the route.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim == 2 and levels is not None:

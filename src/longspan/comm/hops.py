@@ -80,8 +80,7 @@ class Flight:
     kept: Any = None
 
     def wait(self, call: Call) -> None:
-        """Return when all messages have arrived and left. On NCCL, make the current stream wait for that and return at
-        once.
+        """Return when all messages have arrived and left. On NCCL, make the current stream wait for that.
 
         On gloo, raises `CommError` naming the peers if one of them is gone. On NCCL, torch's watchdog ends the process
         at the communicator's timeout.

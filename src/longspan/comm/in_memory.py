@@ -1,5 +1,4 @@
-"""A transport in memory: ranks are threads of one process, and messages obey NCCL's rules, which are stricter than
-gloo's.
+"""A transport in memory: ranks are threads of one process, and messages obey NCCL's rules, stricter than gloo's.
 
     run(4, function, *arguments)  ->  [function(group, 0, *arguments), ..., function(group, 3, *arguments)]
 
@@ -23,8 +22,7 @@ from longspan.errors import CommError, SpecError
 
 
 class MemoryWorld:
-    """The ranks of one `run`, and their posted batches. One rank runs at a time, until it waits, so that runs are
-    deterministic.
+    """The ranks of one `run`, and their posted batches. Deterministic: one rank runs at a time, until it waits.
 
     Messages must be on `device`. Sends of up to `buffered` bytes finish without a receiver.
     """
@@ -39,8 +37,7 @@ class MemoryWorld:
         self._failure = ""
 
     def group(self, rank: int, ranks: Sequence[int] | None = None, name: str = "") -> "MemoryGroup":
-        """Return the group of `ranks` (default: all) for its member `rank`. Each `name` is a communicator of its
-        own."""
+        """Return the group of `ranks` (default: all) for its member `rank`. Each `name` is its own communicator."""
         return MemoryGroup(self, rank, tuple(range(self.ranks) if ranks is None else ranks), name)
 
     def start(self) -> None:
@@ -207,7 +204,7 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any, world: Memory
     def work(rank: int) -> None:
         world.enter(rank)
         try:
-            # Run backward on this thread: on a GPU all ranks would share one autograd thread, which the first would block.
+            # Run backward on this thread: on a GPU all ranks would share one autograd thread and block it.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = function(world.group(rank), rank, *arguments)
         except BaseException as error:

@@ -72,8 +72,7 @@ def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def join_world(topology: Topology, timeout: timedelta, threads: int | None = None, device: str = "auto") -> Meshes:
-    """Initialise this rank's process groups, all with `timeout`, and return its meshes. Waits for all ranks without a
-    timeout.
+    """Initialise this rank's process groups, all with `timeout`, and return its meshes. Waits for all ranks first.
 
     `device` is "cpu", "cuda" or "auto" (see `device_type`). Raises `SpecError` if this machine has too few devices, and
     `CommError` if another rank has failed.
@@ -87,7 +86,7 @@ def join_world(topology: Topology, timeout: timedelta, threads: int | None = Non
     if device_type(device) == "cuda":
         own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(own)
-        # With device_id, NCCL connects the world at once and splits groups off it. Digests of CPU tensors travel over gloo.
+        # With device_id, NCCL connects the world at once and splits groups off it. CPU tensors use gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=own, **start)
     else:
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local))

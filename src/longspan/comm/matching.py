@@ -71,8 +71,7 @@ class Communicator:
         self.queues, self._posted = [deque() for _ in range(self.size)], [0] * self.size
 
     def post(self, batch: Batch) -> list[Batch]:
-        """Queue a batch. Return the batches, of any rank, that finish by it. Raises `CommError` for ends that do not
-        match."""
+        """Queue a batch. Return the batches of any rank that finish by it. Raises `CommError` for unequal ends."""
         batch.number, self._posted[batch.rank] = self._posted[batch.rank], self._posted[batch.rank] + 1
         for part in (*batch.sends, *batch.receives):
             part.batch = batch
@@ -81,8 +80,7 @@ class Communicator:
         return list(self._advance(batch.rank)) if len(queue) == 1 else []
 
     def _advance(self, rank: int) -> Iterator[Batch]:
-        """Begin the first batch of a rank, and each batch that can begin as others finish. Yields the finished
-        batches."""
+        """Begin the first batch of a rank, and each batch that it unblocks. Yield the finished batches."""
         ready = [rank]
         while ready:
             rank = ready.pop()

@@ -41,8 +41,7 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.Te
 def gather(x: torch.Tensor, layout: Layout, rank: int, dim: int, group: RankGroup | None) -> torch.Tensor:
     """Gather the global tensor on every rank from the slots of all ranks. Collective, differentiable.
 
-    Backward keeps this rank's slots of the gradient, which must be the same on all ranks, as for a loss that every rank
-    computes in full.
+    Backward keeps this rank's slots of the gradient, which must be the same on all ranks.
     """
     full: torch.Tensor = _Gather.apply(x, layout, rank, dim, group)  # type: ignore[no-untyped-call]
     return full

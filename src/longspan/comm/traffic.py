@@ -86,8 +86,7 @@ class Call:
 
     Bytes are payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per batch row, as
     pairs on all heads. `blocks` are the 128 x 128 blocks of the computed tiles, counted like `pairs`. `rows_received`
-    counts KV rows. On CUDA, seconds are device time, and reading them synchronises. Seconds that no recorder requested
-    are NaN.
+    counts KV rows. On CUDA, seconds are device time, and reading them synchronises; NaN if not requested.
     """
 
     phase: Phase
@@ -225,8 +224,7 @@ class Calls(list[Call]):
 
 @contextmanager
 def record(timed: Timed = "all") -> Iterator[Calls]:
-    """Collect a `Call` for every attention call and phase of this process that starts inside the block, backward
-    included.
+    """Collect a `Call` for every attention call and phase that this process starts inside the block.
 
     On CUDA each measured interval costs two events. `timed="waiting"` measures only each call and its waits, with
     pooled events, and reads all of them when the block ends, after one synchronisation. Seconds in kernels, merging and
@@ -262,8 +260,7 @@ def _profiled(name: str) -> AbstractContextManager[Any]:
 
 
 def _clocks(device: torch.device) -> tuple[Clock, Clock]:
-    """Return the clocks for details, and for the call and its waits. On CUDA, only what the open recorders request is
-    timed."""
+    """Return the clocks for details, and for the call and its waits, as the open recorders request on CUDA."""
     if device.type != "cuda":
         clock = WallClock()
         return clock, clock

@@ -35,11 +35,9 @@ class ContextParallel:
 
     - `layout`: "contiguous", "zigzag", "striped" or "balanced". "balanced" is computed from the masks of each sequence.
     - `route`: a name of `longspan.names.ROUTES`, or "auto" for the cheapest route by `costs`.
-    - `heads`: (query heads, KV heads) on one rank, after tensor parallelism of degree `tp`. Routes that move heads need
-      them.
+    - `heads`: (query heads, KV heads) on one rank, after tensor parallelism of degree `tp`. For routes that move heads.
     - `inner`: inner degree of a route of two levels. Default: the inner axis of a 2-D mesh; otherwise chosen.
-    - `comm_dtype`: bf16 or fp8, as a torch dtype or by name, rounds keys and values in flight. Default: their own
-      dtype.
+    - `comm_dtype`: bf16 or fp8, as a torch dtype or by name, rounds keys and values in flight. Default: none.
     - `pad_to_multiple_of`: pads each rank's local length with padding slots to a multiple.
     - `layers`: number of layers that use the mask of each name, the mask's weight in "balanced". Default: 1 each.
     - `min_split_tokens`: "balanced" splits no shorter document, though token counts then differ between ranks (see
@@ -192,8 +190,7 @@ class Sequence:
         softcap: float | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """Run `longspan.attention` with the plan of the named mask. `mask` may be omitted if the sequence has one
-        mask."""
+        """Run `longspan.attention` with the plan of the named mask. A single mask need not be named."""
         return attend(q, k, v, self._shares[self._named(mask)], scale, sink, softcap, alibi)
 
     def projected_attention(
@@ -226,8 +223,7 @@ class Sequence:
     def shard(self, x: Mapping[str, Tensor], dim: int | Mapping[str, int]) -> dict[str, Tensor]: ...
 
     def shard(self, x: Tensor | Mapping[str, Tensor], dim: int | Mapping[str, int]) -> Tensor | dict[str, Tensor]:
-        """Return this rank's slots of a global tensor, or of each tensor of a mapping: dim `dim` shrinks from `S` to
-        `T`.
+        """Return this rank's slots of a global tensor, or of each tensor of a mapping: `dim` shrinks from `S` to `T`.
 
         `dim` of a mapping may be a mapping too. Shift labels before sharding, with `longspan.data.shift_labels`.
         Padding slots hold -100 in "labels", -1 in "position_ids" and 0 elsewhere. Raises `SpecError` for a tensor that
@@ -246,7 +242,6 @@ class Sequence:
     def unshard(self, x: Tensor, dim: int) -> Tensor:
         """Gather the global tensor on every rank from the slots of all ranks. Collective, differentiable.
 
-        Backward assumes that the gradient of the global tensor is the same on all ranks: each rank keeps its own slots
-        of it.
+        Backward keeps this rank's slots of the gradient, which must be the same on all ranks.
         """
         return gather(x, self.layout, self.cp.rank, dim, self.cp.group)

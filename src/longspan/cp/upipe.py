@@ -95,8 +95,7 @@ def projected_attention(
 
 
 class UpipeAttention(nn.Module):
-    """An attention layer that never holds q, k, v of all heads (route "upipe"). Parameter names as in Hugging Face's
-    Llama.
+    """An attention layer that never holds q, k, v of all heads (route "upipe"). Parameters as in transformers' Llama.
 
     `head_dim` defaults to `hidden_size / num_heads`.
     """
@@ -245,8 +244,7 @@ class _Layer:
         return self.dx.to(dtype), [self.sums.get(name) for name in _WEIGHTS] + list(self.used)
 
     def _gather(self, stage: HeadStage, kv: _KV | None, meter: Call) -> tuple[HeadExchange, _Heads, Tensor, _KV]:
-        """Project and exchange the heads of a stage: all rows of this rank's query and KV heads. Reuses `kv` if
-        given."""
+        """Project and exchange the heads of a stage: all rows of this rank's heads. Reuses `kv` if given."""
         exchange = HeadExchange(stage.share, self.share.work.slots, self.share.work.rows, self.share.group, meter)
         local_q, made_q = self._project("q", stage.query)
         if kv is not None:

@@ -11,8 +11,7 @@ queries, and their gradients summed in fp32. Backward adds atomically, in any or
 algorithms are on. Not run on a GPU yet; tests use a stand-in with its schema. From torch's kernel_forward.h and
 kernel_backward.h:
 
-- lse is padded to a multiple of 32 rows, with inf in backward; for several sequences it is `(sequences, H, rows of the
-  longest)`.
+- lse is padded to a multiple of 32 rows, with inf in backward; for several sequences `(sequences, H, longest)`.
 - Every row starts at a multiple of 16 bytes. Backward assumes that `out` is contiguous.
 - The window of backward counts from the top left even for type 2, so that windows are used with type 1 only.
 """
@@ -114,7 +113,7 @@ def _find_mode(shape: Shape) -> Mode | None:
     if not shape.has_lo:
         if not shape.has_hi:
             return Mode(_FULL)
-        # Reversal maps row i to num_q - 1 - i and key j to num_k - 1 - j: the upper bound of i - j becomes a lower bound.
+        # Reversed, row i is num_q - 1 - i and key j is num_k - 1 - j: the upper bound of i - j becomes a lower one.
         turned = _find_mode(Shape(num_q, num_k, num_q - num_k - hi, num_q))
         return None if turned is None else turned._replace(turned=True)
     if lo == 0:
@@ -123,8 +122,7 @@ def _find_mode(shape: Shape) -> Mode | None:
 
 
 def _shows(mode: Mode, shape: Shape) -> bool:
-    """Whether `mode` covers exactly the pairs of one more tile. Turned calls take one tile: reversal would swap
-    sequences."""
+    """Whether `mode` covers exactly the pairs of one more tile. Turned calls take one: sequences would swap."""
     num_q, num_k, lo, hi = shape
     if mode.turned:
         return False
@@ -138,8 +136,7 @@ def _shows(mode: Mode, shape: Shape) -> bool:
 
 
 def _split(tile: Tile) -> Sequence[Tile]:
-    """Split a band into tiles that have modes: at the lower edge's key in the first row, or at the last row that sees
-    key 0.
+    """Split a band into tiles that have modes: at the first row's lower edge, or at the last row that sees key 0.
 
     # # | # . .       # # | # . .        # # # #
     # # | # # .       . # | # # .        # # # #

@@ -26,8 +26,7 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 
 _BLOCK = 128
-"""Rows and keys of a block, which is skipped, computed whole or computed with the mask. FlexAttention is tuned for
-128."""
+"""Rows and keys of a block, which is skipped, computed whole or masked. FlexAttention is tuned for 128."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -61,7 +60,7 @@ class FlexKernel:
         self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = saved
-        # Operators run below autograd, where `enable_grad` alone records nothing; leaving inference mode restores autograd.
+        # Operators run below autograd, which leaving inference mode restores; `enable_grad` alone records nothing.
         with torch.inference_mode(False), torch.enable_grad():
             qkv = [x.requires_grad_() for x in _alike(q, k, v)]
             own = _attend(qkv, shapes, scale, change)
@@ -94,8 +93,7 @@ def _cotangents(dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse
 
 
 def _score_mod(change: ScoreChange, q: Tensor) -> Callable[..., Tensor]:
-    """Return the score_mod. It reads its parameters from tensors, so that another cap or other places do not
-    recompile."""
+    """Return the score_mod. Its parameters are tensors, so that another cap or other places do not recompile."""
     wide = torch.promote_types(q.dtype, torch.float32)
     cap = slopes = rows = keys = None
     if change.softcap is not None:
@@ -120,8 +118,8 @@ def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
     """Build the block mask of successive tiles from their bands: `create_block_mask` would materialise every pair.
 
     A row sees keys `first` to `last`. Both are non-decreasing over rows, and the rows together see every key. So a
-    block is visible if the keys of its first to last row reach it, and whole if both its first and its last row see all
-    its keys.
+    block is visible if the keys of its first to last row reach it, and whole if its first and its last row see all its
+    keys.
     """
     starts = list(accumulate((shape.num_k for shape in shapes), initial=0))
     tiles = [(start + np.arange(tile.num_q), tile, start) for tile, start in zip(shapes, starts[:-1], strict=True)]

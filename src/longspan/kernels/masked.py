@@ -35,8 +35,7 @@ def are_regular(tiles: Iterable[Tile]) -> bool:
 
 
 def split_by_modes(tile: Tile, dtype: torch.dtype, backward: bool) -> Sequence[Tile]:
-    """Split a tile into rectangles and lower triangles, which have modes, and as small a rest as possible, which is
-    masked.
+    """Split a tile into rectangles and lower triangles, which have modes, and a rest, which is masked.
 
     # # | # . .     a lower trapezoid: rows that see every key (below), keys that every row sees (left), a triangle
     # # | # # .

@@ -50,8 +50,7 @@ def window_of(shape: Shape) -> Window:
 
 
 def shows(window: Window, shape: Shape) -> bool:
-    """Whether the window covers exactly the pairs of a tile: each side is the tile's, or beyond all its keys where
-    open."""
+    """Whether the window covers exactly the pairs of a tile: each side is the tile's, or covers its open side."""
     beyond = (shape.num_k - 1, shape.num_q - 1)
     own = window_of(shape)
     return all(w == o or (o is None and w is not None and w >= b) for w, o, b in zip(window, own, beyond, strict=True))

@@ -59,8 +59,7 @@ def context_parallel(
     `no_restore_buffers`; writes made inside are lost. Yields a `DropIn`, whose `unshard` gathers local results.
 
     - `layout`, `route`, `inner`, `kernel`, `comm_dtype`: as for `ContextParallel`.
-    - `mask`: the mask of calls without `attn_mask`. Default: full, or causal with `is_causal`. Layout "balanced" needs
-      it.
+    - `mask`: mask of calls without `attn_mask`. Default: full, or causal with `is_causal`. Required by "balanced".
     - `seq_len`: length of the whole sequence. Needed without buffers and mask.
 
     Collective: the ranks compare all of these. Raises `SpecError` for a call that cannot be computed, at that call, and

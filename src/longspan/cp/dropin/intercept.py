@@ -108,16 +108,14 @@ def _attend(
 
 
 def _guarded(kernel: Any, keyset: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Guard SDPA's CPU kernel, for calls that dispatch modes do not see: in operators, other threads and compiled
-    code."""
+    """Guard SDPA's CPU kernel against calls unseen by modes: in operators, other threads and compiled code."""
     if not is_own_kernel():
         _check_elsewhere(str(_CPU_KERNEL), query, key)
     return kernel.call_boxed(keyset, query, key, *args, **kwargs)
 
 
 def _check_elsewhere(name: str, query: Tensor, key: Tensor) -> None:
-    """Refuse a call that may belong to a context of another thread: from a thread started inside, or with `slots`
-    rows."""
+    """Refuse a call that may belong to another thread's context: a thread started inside, or `slots` rows."""
     rows = (query.shape[-2], key.shape[-2])
     for context in _open:
         if current_thread() not in context.other_threads or rows == (context.slots, context.slots):
@@ -148,8 +146,7 @@ class _Kernels(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Function mode that refuses `multi_head_attention_forward` with weights, which computes attention by bmm and
-    softmax."""
+    """Function mode that refuses `multi_head_attention_forward` with weights, which uses bmm and softmax."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -173,8 +170,7 @@ def _hidden_attention(func: Callable[..., Any]) -> str | None:
 
 
 class _Traced(torch.autograd.Function):
-    """Saves one more tensor than plain SDPA, so that checkpointing which recomputes with plain SDPA finds it
-    missing."""
+    """Saves one tensor more than plain SDPA, so that checkpointing raises if it recomputes with plain SDPA."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,8 +23,7 @@ _AS_A_MASK = "give a bool mask, True where a query sees a key, or a float mask o
 
 
 def mask_of_dense(attn_mask: torch.Tensor, seq_len: int, expected: Mask | None = None) -> Mask:
-    """Return the `Mask` equal to `attn_mask`, which broadcasts to `(..., S, S)` and is bool (True: visible) or 0 and
-    -inf.
+    """Return the `Mask` of `attn_mask`, which broadcasts to `(..., S, S)` and is bool (True: visible) or 0 and -inf.
 
     Raises `SpecError` if `attn_mask` has other values, differs between batch rows or heads, shows a query several runs
     of keys, or differs from the `expected` mask, which may show several runs.
@@ -84,8 +83,7 @@ def _seen(attn_mask: torch.Tensor) -> torch.Tensor:
 
 
 def _bands(first: Array, count: Array) -> Iterator[tuple[int, int, int, int, int | None, int | None]]:
-    """Yield bands for rows that see `count` keys from key `first` on. A band extends as long as its runs stay or move
-    alike."""
+    """Yield bands for rows that see `count` keys from key `first`, each as tall as its first two rows allow."""
     last = first + count - 1
     begins, ends = np.diff(first), np.diff(last)
     steps = begins * 2 + ends  # 0..3 if both ends stay or move by one

@@ -27,8 +27,7 @@ def check_call(
     On CPU the ranks compare in every call (0.1 ms over gloo), and an error of one rank is raised on all. On CUDA the
     comparison would make the host wait for the device, so the ranks compare only the first call of each kind. `agreed`
     holds the kinds compared so far, for one plan's share, or for all plans of a `ContextParallel`, whose ranks compare
-    plans once a micro-batch. A rank with an error in a later call raises alone; the other ranks end at their
-    communicator's timeout.
+    plans once a micro-batch. A rank with an error in a later call raises alone; the others end at their timeout.
     """
     problem: LongspanError | None = None
     try:
@@ -81,8 +80,7 @@ def _check_change(change: ScoreChange | None, q: Tensor) -> None:
 
 
 def _described(change: ScoreChange | None) -> str:
-    """Describe the change for comparison over ranks. On CUDA without the slopes' values: reading them would
-    synchronise."""
+    """Describe the change for comparison. On CUDA without the slopes' values, whose reading would synchronise."""
     if change is None:
         return ""
     slopes = change.slopes

@@ -130,8 +130,7 @@ def run_forward(
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` in q's dtype, lse of the rows
-    computed here, and after a head exchange the exchanged q, k, v and out that backward takes (otherwise an empty
-    list)."""
+    computed here, and the exchanged q, k, v, out that backward takes, if heads are exchanged."""
     q, k, v = map(_dense_rows, (q, k, v))
     kernel = share.kernel_for(q, k, v, change)
     with call("forward", share.route, kernel.name, share.work.rank, q.device) as meter:

@@ -57,8 +57,7 @@ class HeadExchange:
         return together, wire.decode(rounded[0], k), wire.decode(rounded[1], v)
 
     def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`(B, heads, T, D)` of this rank's slots -> `(B, this member's heads, R, D)`. Tensors have all query or all KV
-        heads."""
+        """`(B, all query or KV heads, T, D)` of this rank's slots -> `(B, this member's heads, R, D)`."""
         share = self.share
         live = share.tokens[share.member]
         leaving = [[[x[:, slice(*self._runs(x.shape[1])[m]), :live]] for x in tensors] for m in self._all]
@@ -76,8 +75,7 @@ class HeadExchange:
         return results
 
     def back(self, query: Sequence[Tensor], kv: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """`(B, this member's heads, R, D)` -> `(B, all heads, T, D)` in `dtype`, for `query` tensors, then `kv`
-        tensors.
+        """`(B, this member's heads, R, D)` -> `(B, all heads, T, D)` in `dtype`, `query` tensors before `kv`.
 
         Padding slots hold 0. Replicated KV heads are summed over their members, in member order.
         """

@@ -27,8 +27,7 @@ def merge_sink_(out: Tensor, lse: Tensor, sink: Tensor) -> None:
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """Return d loss / d sink `(H,)` over the given rows: `-sum exp(sink - lse) (dout . out)`, with the final out and
-    lse."""
+    """Return d loss / d sink `(H,)`: `-sum exp(sink - lse) (dout . out)` over rows, with the final out and lse."""
     wide = lse.dtype
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
     weight = torch.exp(sink.to(wide).view(1, -1, 1) - lse)

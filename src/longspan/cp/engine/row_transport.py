@@ -37,7 +37,7 @@ class Lane:
     The CUDA allocator reuses freed memory at once, ordered only after the work launched on the stream that allocated
     it. A tensor used on both streams must therefore be held until they have synchronised:
 
-    - Results of a tile are allocated on main and read on the lane. `after` holds them until main has waited for their
+    - Results of a tile are allocated on main and read on the lane. `after` holds them until main has waited for the
       merge.
     - Tensors that outlive the call are allocated on main (`home`), whichever stream writes them first. The lane writes
       them after the work that main launched before the block; main sees them after `join`.
@@ -57,8 +57,7 @@ class Lane:
         return cls(_side_stream(device) if device.type == "cuda" else None)
 
     def after(self, *tensors: Tensor) -> AbstractContextManager[Any]:
-        """Return a context for work on the lane, after the kernels launched before it. `tensors` are held until
-        merged."""
+        """Return a context for work on the lane, after the kernels launched so far. Holds `tensors` until merged."""
         return nullcontext() if self.stream is None else self._block(self.stream, tensors)
 
     def home(self) -> AbstractContextManager[Any]:
@@ -90,8 +89,7 @@ class Lane:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the lane's stream of a device. One for all calls, which share its memory; high priority, since merges are
-    short."""
+    """Return a device's stream: one for all calls, which share its memory; high priority, since merges are short."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -150,8 +148,7 @@ class _Incoming:
 
 
 class ReturningGradients:
-    """Partial dK, dV in flight: from the previous rank, onwards to the next, and home from the last rank that adds to
-    them.
+    """Partial dK, dV in flight: from the previous rank, onwards to the next, and home from the last.
 
     Gradients that have come home are added to `home` after the next stage is computed.
     """
@@ -172,13 +169,11 @@ class ReturningGradients:
         self._arriving.flight = hop.post(self._group, self._meter)
 
     def arrive(self) -> None:
-        """Wait until the partial gradients of the current stage have arrived, and those of the stage before have
-        left."""
+        """Wait until this stage's partial gradients have arrived, and those of the stage before have left."""
         self._arriving.wait(self._meter)
 
     def hand_over(self, stage: Stage, following: Stage | None) -> None:
-        """Send the finished gradients of `stage` onwards and home; allocate and receive those of the `following`
-        stage."""
+        """Send the finished gradients of `stage` onwards and home; receive those of the `following` stage."""
         self._homing.wait(self._meter)
         onwards, homewards = Hop(), Hop()
         for step, gradients in zip(stage.steps, self.here, strict=True):
@@ -233,16 +228,14 @@ def _buffers(rows: int, own: Rows, comm_dtype: str | None) -> Rows:
 
 
 def in_one_piece(like: Tensor, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-    """Allocate uninitialised tensors of these shapes, adjacent in one buffer, so that a collective takes them without a
-    copy."""
+    """Allocate uninitialised tensors, adjacent in one buffer, so that a collective needs no copy."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.split(like.new_empty(sum(sizes), dtype=dtype), sizes) if sizes else ()
     return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]
 
 
 def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
-    """Return rows of `x (B, K, R, D)` as contiguous messages: views of one run head by head, or one message for all
-    heads.
+    """Return rows of `x (B, K, R, D)` as contiguous messages: one view per head for a single run, or one for all.
 
     For a received transfer, the same messages are the buffers to fill.
     """
