@@ -58,9 +58,8 @@ def _merged(mask: Mask) -> Mask:
 
 def _seen(attn_mask: torch.Tensor) -> torch.Tensor:
     """Return the bool mask `(S or 1, S or 1)` that all batch rows and heads share, True where a query sees a key."""
-    different = [
-        slice(None) if stride else slice(1) for stride in attn_mask.stride()[:-2]
-    ]  # expanded dims: compare one
+    # Of an expanded dim (stride 0) compare only the first index.
+    different = [slice(None) if stride else slice(1) for stride in attn_mask.stride()[:-2]]
     parts = attn_mask.detach()[*different].reshape(-1, *attn_mask.shape[-2:])
     one = parts[0]
     if len(parts) > 1 and not bool((parts == one).all()):
