@@ -56,14 +56,14 @@ class OnMeta:
         (9, "FA3", "float16", "cudnn for full and causal tiles, else sdpa (FA3); not flash3: not installed"),
         (
             8, None, "bfloat16",
-            "sdpa (FlashAttention-2); not flash3: FlashAttention-3 runs on Hopper (compute capability 9) alone; not cudnn: "
-            "cuDNN attention is faster than flash attention on Hopper and Blackwell alone",
+            "sdpa (FlashAttention-2); not flash3: FlashAttention-3 runs only on Hopper (compute capability 9); not cudnn: "
+            "cuDNN attention is faster than flash attention only on Hopper and Blackwell",
         ),
         (
             9, None, "float32",
             "efficient; not flash3: FlashAttention-3 takes bf16 and fp16 on cuda, not torch.float32 on cuda; not cudnn: "
             "cuDNN attention takes bf16 and fp16 on cuda, not torch.float32 on cuda; not sdpa: "
-            "flash attention on cuda takes torch.bfloat16, torch.float16, not torch.float32; not flash2: "
+            "flash attention takes bf16 and fp16 on cuda, not torch.float32 on cuda; not flash2: "
             "flash-attn takes bf16 and fp16 on cuda, not torch.float32 on cuda",
         ),
     ],

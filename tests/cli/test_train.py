@@ -181,7 +181,7 @@ ONE_GPU = (
     "2 ranks on this machine, which has 1 CUDA device: each rank needs its own",
     'set parallel.device="cpu", or start at most 1 rank here',
 )
-NO_GPU = ('device "cuda" is asked for and this machine has no CUDA device', 'set parallel.device="cpu"')
+NO_GPU = ('device "cuda" is set, but this machine has no CUDA device', 'set parallel.device="cpu"')
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1])
@@ -464,4 +464,7 @@ def test_a_rank_that_is_killed_ends_the_run_and_is_named(folder: Path, tmp_path:
         out, err = own.communicate(timeout=60)
         assert time.monotonic() - killed < 20
     assert (own.returncode, out) == (2, "")
-    assert "error: rank 1 of 2 was killed by SIGKILL; the others were ended\n\nhint: the system kills so" in err
+    assert (
+        "error: rank 1 of 2 was killed by SIGKILL; the others were ended\n\nhint: SIGKILL usually means the kernel's OOM killer"
+        in err
+    )

@@ -8,7 +8,7 @@ from longspan.errors import DisagreementError, SpecError
 from tests.oracle import raised
 from tests.ranks import run_ranks
 
-HINT = "\n\nhint: a CP group takes the same options and samples: key the loader by the data-parallel rank alone"
+HINT = "\n\nhint: give all ranks of a CP group the same options and samples: key the loader by the data-parallel rank alone"
 
 
 def _agree(group, rank, versions):
@@ -44,7 +44,7 @@ def _problem(group, rank, troubled, text):
 @pytest.mark.parametrize("troubled", [[0], [2], [1, 2]])
 def test_a_problem_of_one_rank_is_raised_on_all(troubled):
     own = ("SpecError", "9 heads\n\nhint: do otherwise")
-    other = ("DisagreementError", f"rank {troubled[0]} cannot go on: 9 heads\n\nhint: do otherwise")
+    other = ("DisagreementError", f"rank {troubled[0]} failed: 9 heads\n\nhint: do otherwise")
     assert run_ranks(3, _problem, troubled, "9 heads") == [own if rank in troubled else other for rank in range(3)]
 
 
@@ -53,7 +53,7 @@ def test_a_long_problem_is_cut_short_elsewhere():
     mine, theirs = run_ranks(2, _problem, [0], text)
     assert mine == ("SpecError", text + "\n\nhint: do otherwise")
     assert theirs[0] == "DisagreementError"
-    assert theirs[1].startswith("rank 0 cannot go on: 9 heads, ééé")
+    assert theirs[1].startswith("rank 0 failed: 9 heads, ééé")
     assert len(theirs[1]) < 520
 
 

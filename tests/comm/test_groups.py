@@ -36,7 +36,7 @@ def test_rank_and_size_in_the_given_axis():
     refusal = (
         "SpecError",
         "a mesh of 2 axes {} was given where one axis is needed\n\n"
-        'hint: give the context-parallel axis alone, such as mesh["cp"]',
+        'hint: give only the context-parallel axis, such as mesh["cp"]',
     )
     for rank, places in enumerate(run_ranks(4, _places)):
         world, cp, tp, named, nameless, odd = places

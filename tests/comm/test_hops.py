@@ -205,7 +205,7 @@ def test_a_rank_killed_mid_hop_is_an_error_on_the_others_and_no_hang(ranks, rout
         kind, text = ending.value
         assert kind == "CommError", (rank, ending)
         assert text.startswith("a hop with rank ")
-        hint = "look at the log of that rank: it most likely ended first, or had nothing to differentiate in backward"
+        hint = "look at the log of that rank: it most likely ended first, or its loss did not depend on attention"
         assert text.endswith(f"\n\nhint: {hint}")
         if route == "ring" and abs(rank - victim) == 1:
             named = text.removeprefix("a hop with rank ").split(" of the context-parallel group failed: ")[0]

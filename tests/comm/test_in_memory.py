@@ -61,7 +61,7 @@ def _circle(group, rank):
 
 def test_batches_of_a_rank_finish_in_the_order_in_which_they_were_posted():
     text = (
-        "no rank can go on: rank 0 waits for 1: batch 0, 2 x torch.float32 from 1; "
+        "deadlock: rank 0 waits for 1: batch 0, 2 x torch.float32 from 1; "
         "rank 1 waits for 0: batch 0, 2 x torch.float32 from 0"
     )
     for error, _ in run(2, _circle):
@@ -127,12 +127,12 @@ def _collectives(group, rank, kinds):
         ),
         (
             ("int64", "int64", "nothing"),
-            "no rank can go on: rank 0 waits for 2: batch 0, all-to-all of torch.int64; "
+            "deadlock: rank 0 waits for 2: batch 0, all-to-all of torch.int64; "
             "rank 1 waits for 2: batch 0, all-to-all of torch.int64; rank 2 has ended",
         ),
         (
             ("int64", "int64", "a message"),
-            "no rank can go on: rank 0 waits for 2: batch 0, all-to-all of torch.int64; rank 1 waits for 2: batch 0, "
+            "deadlock: rank 0 waits for 2: batch 0, all-to-all of torch.int64; rank 1 waits for 2: batch 0, "
             "all-to-all of torch.int64; rank 2 waits for 0: batch 0, 1 x torch.float32 to 0",
         ),
     ],

@@ -98,7 +98,7 @@ def test_counts_that_do_not_fit_are_refused(x, sent, received):
     assert raised(exchange_rows, x, sent, received, None) == (
         "SpecError",
         f"a tensor {tuple(x.shape)} cannot be sent as {sent} rows and received as {received} among 1 ranks\n\n"
-        "hint: give rows of a tensor of two dims, and a count for each rank of the group both ways",
+        "hint: give a tensor of two dims, and counts to and from each rank of the group",
     )
     assert raised(exchange_counts, torch.zeros(2, 3), None) == (
         "SpecError",

@@ -47,13 +47,13 @@ def test_chosen(name, tensors, chosen):
         (
             "sdpa",
             zeros(6, 4),
-            "kernel 'sdpa' cannot compute this: keys have dim 6 and values 4; flash attention takes equal ones\n\n"
-            'hint: use kernel="auto"',
+            "kernel 'sdpa' cannot compute this call: keys have dim 6 and values 4; flash attention takes equal dims\n\n"
+            'hint: set kernel="auto"',
         ),
         (
             "auto",
             zeros(dtype=torch.int64),
-            "kernel 'reference' cannot compute this: torch.int64 is not a floating type\n\nhint: use kernel=\"auto\"",
+            "kernel 'reference' cannot compute this call: torch.int64 is not a floating-point dtype\n\nhint: set kernel=\"auto\"",
         ),
     ],
 )
@@ -152,12 +152,12 @@ def test_auto_says_why_not_the_faster_ones():
             "sdpa",
             {
                 "flash3": ABSENT,
-                "cudnn": "cuDNN attention is for plans of full and causal tiles whose sides 128 divides",
+                "cudnn": "cuDNN attention suits plans of full and causal tiles whose sides are multiples of 128",
             },
         )
     with device(8):
         assert choose_auto(*on_cuda())[1]["cudnn"] == (
-            "cuDNN attention is faster than flash attention on Hopper and Blackwell alone"
+            "cuDNN attention is faster than flash attention only on Hopper and Blackwell"
         )
 
 

@@ -113,11 +113,11 @@ def test_the_oracle_matrix(P, routes):
             None,
             "cuDNN attention takes bf16 and fp16 on cuda, not torch.float32 on cuda",
         ),
-        (tensors(device="cuda"), ScoreChange(2.0), "cuDNN attention takes scores as they are: no soft-cap, no ALiBi"),
+        (tensors(device="cuda"), ScoreChange(2.0), "cuDNN attention has no soft-cap and no ALiBi"),
         (
             tensors(dim=136, device="cuda"),
             None,
-            "cuDNN attention takes equal head dims that 8 divides up to 128, not 136 and 136",
+            "cuDNN attention takes equal head dims, multiples of 8 up to 128, not 136 and 136",
         ),
         (tensors(device="cuda"), None, None),
     ],

@@ -255,15 +255,15 @@ def test_rows_that_do_not_begin_on_16_bytes_are_copied(operators):
         ),
         (
             tensors(torch.float32, device="cuda"), ScoreChange(2.0), 8,
-            "memory-efficient attention takes scores as they are: no soft-cap, no ALiBi",
+            "memory-efficient attention has no soft-cap and no ALiBi",
         ),
         (
             tensors(torch.float32, 64, 66, "cuda"), None, 8,
-            "memory-efficient attention takes head dims that 4 divides in torch.float32, not 64 and 66",
+            "memory-efficient attention takes head dims that are multiples of 4 in torch.float32, not 64 and 66",
         ),
         (
             tensors(torch.bfloat16, 60, 64, "cuda"), None, 8,
-            "memory-efficient attention takes head dims that 8 divides in torch.bfloat16, not 60 and 64",
+            "memory-efficient attention takes head dims that are multiples of 8 in torch.bfloat16, not 60 and 64",
         ),
         (tensors(device="cuda"), None, 7, "memory-efficient attention has no bf16 on devices before Ampere"),
         (tensors(torch.float16, device="cuda"), None, 7, None),

@@ -236,16 +236,22 @@ def test_a_soft_cap_is_that_of_the_reference(interface):
 @pytest.mark.parametrize(
     ("found", "dtype", "dim", "change", "reason"),
     [
-        (None, torch.bfloat16, 8, None, "the package flash-attn is not installed"),
+        (None, torch.bfloat16, 8, None, "the flash-attn package is not installed"),
         ("2.6.3", torch.bfloat16, 8, None, "flash-attn 2.6.3 is older than 2.7"),
         ("2.7.4", torch.float32, 8, None, "flash-attn takes bf16 and fp16 on cuda, not torch.float32 on cuda"),
-        ("2.8.0", torch.bfloat16, 12, None, "flash-attn takes equal head dims that 8 divides up to 256, not 12 and 12"),
+        (
+            "2.8.0",
+            torch.bfloat16,
+            12,
+            None,
+            "flash-attn takes equal head dims, multiples of 8 up to 256, not 12 and 12",
+        ),
         (
             "2.8.0",
             torch.bfloat16,
             8,
             ScoreChange(slopes=torch.ones(1)),
-            "flash-attn counts ALiBi's distances within a tile",
+            "flash-attn computes ALiBi distances within a tile",
         ),
         ("2.8.0", torch.bfloat16, 8, ScoreChange(2.0), None),
     ],
@@ -270,4 +276,4 @@ def test_devices_before_ampere_are_refused(monkeypatch):
     monkeypatch.setattr(flash2, "capability", lambda device: (7, 5))
     monkeypatch.setattr(flash2, "_missing", lambda: None)
     x = SimpleNamespace(dtype=torch.bfloat16, shape=(1, 2, 4, 64), device=torch.device("cuda"))
-    assert KERNEL.refusal(x, x, x) == "flash-attn begins with Ampere (compute capability 8.0)"
+    assert KERNEL.refusal(x, x, x) == "flash-attn needs Ampere or later (compute capability 8.0)"

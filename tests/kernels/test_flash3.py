@@ -127,9 +127,9 @@ def test_the_real_adapter_is_called_and_the_programs_own_attention_is_left_alone
         patch.object(flash3, "find_spec", lambda name: name),
         patch.object(_fa3, "_fa3_import_module", side_effect=error),
     ):
-        assert flash3._missing() == "the package flash_attn_3 does not load: no FA3 kernels"
+        assert flash3._missing() == "the flash_attn_3 package does not load: no FA3 kernels"
     flash3._missing.cache_clear()
-    assert flash3._missing() == "the package flash_attn_3 is not installed"
+    assert flash3._missing() == "the flash_attn_3 package is not installed"
 
 
 @pytest.mark.parametrize(
@@ -138,14 +138,14 @@ def test_the_real_adapter_is_called_and_the_programs_own_attention_is_left_alone
         (tensors(), None, 9, False, "FlashAttention-3 takes bf16 and fp16 on cuda, not torch.bfloat16 on cpu"),
         (
             tensors(device="cuda"), ScoreChange(2.0), 9, False,
-            "FlashAttention-3 takes scores as they are: no soft-cap, no ALiBi",
+            "FlashAttention-3 has no soft-cap and no ALiBi",
         ),
         (
             tensors(dim=264, device="cuda"), None, 9, False,
-            "FlashAttention-3 takes equal head dims that 8 divides up to 256, not 264 and 264",
+            "FlashAttention-3 takes equal head dims, multiples of 8 up to 256, not 264 and 264",
         ),
-        (tensors(device="cuda"), None, 8, False, "FlashAttention-3 runs on Hopper (compute capability 9) alone"),
-        (tensors(device="cuda"), None, 10, False, "FlashAttention-3 runs on Hopper (compute capability 9) alone"),
+        (tensors(device="cuda"), None, 8, False, "FlashAttention-3 runs only on Hopper (compute capability 9)"),
+        (tensors(device="cuda"), None, 10, False, "FlashAttention-3 runs only on Hopper (compute capability 9)"),
         (
             tensors(dim=256, device="cuda"), None, 9, True,
             "FlashAttention-3 has no deterministic backward for head dims above 192",

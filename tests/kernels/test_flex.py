@@ -394,7 +394,7 @@ def test_lengths_places_and_caps_compile_nothing_anew(monkeypatch):
         ),
         (
             tensors(dim=16, device="cuda"), False,
-            "FlexAttention is compiled by the package triton, which is not installed",
+            "FlexAttention needs the triton package, which is not installed",
         ),
         (tensors(dim=8, device="cuda"), True, "FlexAttention takes head dims from 16 to 256, not 8 and 8"),
         (tensors(dim=264, device="cuda"), True, "FlexAttention takes head dims from 16 to 256, not 264 and 264"),

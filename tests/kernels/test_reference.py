@@ -28,5 +28,5 @@ def test_takes_every_tile_whole(kind):
 
 def test_refuses_what_is_not_floating():
     ints = torch.zeros(1, 1, 1, 8, dtype=torch.int64)
-    assert KERNEL.refusal(ints, ints, ints) == "torch.int64 is not a floating type"
+    assert KERNEL.refusal(ints, ints, ints) == "torch.int64 is not a floating-point dtype"
     assert KERNEL.refusal(ints.half(), ints.half(), ints.half()) is None

@@ -83,9 +83,9 @@ def test_what_is_refused():
 
     assert "softcap=-1.0 is not a positive number" in refused(softcap=-1.0)
     assert "softcap=0.0 is not a positive number" in refused(softcap=0.0)
-    assert "give a slope for each of the 4 query heads" in refused(alibi=torch.ones(2))
-    assert "these require a gradient" in refused(alibi=torch.ones(4, requires_grad=True))
-    assert "no soft-cap, no ALiBi" in refused(kernel="sdpa", softcap=1.0)
+    assert "give one floating-point slope for each of the 4 query heads" in refused(alibi=torch.ones(2))
+    assert "alibi requires a gradient" in refused(alibi=torch.ones(4, requires_grad=True))
+    assert "no soft-cap and no ALiBi" in refused(kernel="sdpa", softcap=1.0)
 
 
 def _different(group, rank):

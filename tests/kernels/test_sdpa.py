@@ -347,7 +347,7 @@ def tensors(dtype=torch.bfloat16, dim=64, dim_v=None, device="cpu"):
 @pytest.mark.parametrize(
     ("given", "reason"),
     [
-        (tensors(dim=6, dim_v=4), "keys have dim 6 and values 4; flash attention takes equal ones"),
+        (tensors(dim=6, dim_v=4), "keys have dim 6 and values 4; flash attention takes equal dims"),
         (tensors(device="mps"), "there is no flash attention on device 'mps'"),
         (
             tensors(dtype=torch.int64),
@@ -359,11 +359,11 @@ def tensors(dtype=torch.bfloat16, dim=64, dim_v=None, device="cpu"):
         ),
         (
             tensors(dim=60, device="cuda"),
-            "flash attention takes equal head dims that 8 divides up to 256, not 60 and 60",
+            "flash attention takes equal head dims, multiples of 8 up to 256, not 60 and 60",
         ),
         (
             tensors(dim=264, device="cuda"),
-            "flash attention takes equal head dims that 8 divides up to 256, not 264 and 264",
+            "flash attention takes equal head dims, multiples of 8 up to 256, not 264 and 264",
         ),
         (tensors(dtype=torch.float64, dim=7), None),
         (tensors(dim=256, device="cuda"), None),

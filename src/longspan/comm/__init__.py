@@ -1,1 +1,1 @@
-"""Groups, hops, collectives, launch and the traffic record: the only place that creates a group or sends a byte."""
+"""Groups, hops, collectives, launch and the traffic record. Only this package creates groups or sends messages."""

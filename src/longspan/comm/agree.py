@@ -1,4 +1,4 @@
-"""Make the ranks of a group prove that they were given the same thing, before anything else is exchanged."""
+"""Compares the inputs of the ranks of a group, by digests, before any other exchange."""
 
 import hashlib
 from collections import Counter
@@ -17,8 +17,9 @@ _TEXT = 480
 def check_agreement(group: RankGroup | None, what: dict[str, bytes], problem: Exception | None = None) -> None:
     """Compare `what` (name -> bytes) over the ranks of `group`; raise on every rank if one differs or has a `problem`.
 
-    Collective, one all-gather of a few hundred bytes. The error names the part that differs and the ranks that hold the
-    minority's version; a rank's own `problem` is raised there as it is, and elsewhere as a `DisagreementError` naming it.
+    Collective, one all-gather of a few hundred bytes. Raises `DisagreementError` with the name of the part that differs
+    and the ranks in the minority. A rank with a `problem` raises it; the other ranks raise a `DisagreementError` with
+    its text. Raises `CommError` if a peer is lost.
     """
     if group is None or transport_of(group).size == 1:
         if problem is not None:
@@ -32,7 +33,7 @@ def check_agreement(group: RankGroup | None, what: dict[str, bytes], problem: Ex
     except RuntimeError as error:
         raise CommError(
             f"comparing {', '.join(what)} over the group failed: {str(error).splitlines()[0]}",
-            hint="a rank has ended, or did not get here: all ranks of the group make the same calls in the same order",
+            hint="look at the logs of the other ranks: one has ended, or does not make the same calls in the same order",
         ) from error
     packets = [bytes(row) for row in everyone.numpy()]
     if problem is not None:
@@ -47,7 +48,7 @@ def _raise_first_problem(group: RankGroup, packets: list[bytes], offset: int) ->
         size = int.from_bytes(packet[offset : offset + 2], "little")
         if size:
             text = packet[offset + 2 : offset + 2 + size].decode(errors="replace")
-            raise DisagreementError(f"{_name(group, rank)} cannot go on: {text}")
+            raise DisagreementError(f"{_name(group, rank)} failed: {text}")
 
 
 def _raise_on_difference(group: RankGroup, name: str, versions: list[bytes]) -> None:
@@ -58,7 +59,7 @@ def _raise_on_difference(group: RankGroup, name: str, versions: list[bytes]) -> 
     raise DisagreementError(
         f"the ranks of one context-parallel group were given different {name}: {', '.join(_name(group, r) for r in odd)} "
         f"differ from {_name(group, versions.index(common))}",
-        hint="a CP group takes the same options and samples: key the loader by the data-parallel rank alone",
+        hint="give all ranks of a CP group the same options and samples: key the loader by the data-parallel rank alone",
     )
 
 

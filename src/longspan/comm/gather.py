@@ -1,5 +1,4 @@
-"""One all-gather for what is small or alike on all ranks: every rank gives a tensor and gets all of them, stacked.
-Shards of unequal lengths go through `sharding.gather`."""
+"""All-gather of tensors with one shape on all ranks. For shards of unequal lengths see `sharding.gather`."""
 
 import torch
 
@@ -8,9 +7,9 @@ from longspan.comm.transport import transport_of
 
 
 def stack(x: torch.Tensor, group: RankGroup | None) -> torch.Tensor:
-    """(ranks, *x.shape) in rank order, on the device of `x`, which has one shape and dtype on all ranks.
+    """Return `(ranks, *x.shape)` in rank order, on the device of `x`. Shape and dtype of `x` are the same on all ranks.
 
-    Collective unless `x` is empty; not differentiable. `group` None is a group of this rank alone.
+    Collective unless `x` is empty. Not differentiable. `group` None is a group of this rank alone.
     """
     x = x.detach()
     if group is None:

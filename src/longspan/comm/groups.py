@@ -1,4 +1,4 @@
-"""Groups from whatever the caller holds: a process group, a DeviceMesh axis, ranks in memory, or nothing (one rank)."""
+"""Groups from a process group, a DeviceMesh axis, ranks in memory, or None (this rank alone)."""
 
 from datetime import timedelta
 from itertools import groupby
@@ -18,9 +18,9 @@ Group = RankGroup | DeviceMesh | None
 
 
 def as_group(group: Group, levels: tuple[int, int] | None = None) -> RankGroup | None:
-    """The process group behind `group`; None stays None and means a group of this rank alone.
+    """Return the process group behind `group`. None means a group of this rank alone and is returned as None.
 
-    A mesh of two axes (outer, inner) is taken for the group of all its ranks where a route has two `levels`, of these sizes.
+    A 2-D mesh (outer, inner) gives the group of all its ranks. Its shape must equal the `levels` of the route.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim == 2 and levels is not None:
@@ -30,7 +30,7 @@ def as_group(group: Group, levels: tuple[int, int] | None = None) -> RankGroup |
                     f"{levels[0]} x {levels[1]}",
                     hint=f"set inner={group.size(1)}, or give a mesh of that shape",
                 )
-            # One group of all ranks, made once for a mesh; messages go by the plan's own numbers.
+            # DeviceMesh caches the flattened group; its ranks are numbered as in the plan.
             flat = group._flatten().get_group()
             if flat is not dist.group.WORLD and not torch.compiler.is_compiling():
                 set_timeout(flat, timeout_of(group.get_group(0)))
@@ -39,7 +39,7 @@ def as_group(group: Group, levels: tuple[int, int] | None = None) -> RankGroup |
             names = group.mesh_dim_names or "without names"
             raise SpecError(
                 f"a mesh of {group.ndim} axes {names} was given where one axis is needed",
-                hint='give the context-parallel axis alone, such as mesh["cp"]',
+                hint='give only the context-parallel axis, such as mesh["cp"]',
             )
         return group.get_group()
     if group is None or isinstance(group, RankGroup):
@@ -48,7 +48,7 @@ def as_group(group: Group, levels: tuple[int, int] | None = None) -> RankGroup |
 
 
 def rank_and_size(group: RankGroup | None) -> tuple[int, int]:
-    """This process's rank in `group` and the number of ranks there."""
+    """Return this process's rank in `group` and the size of the group."""
     if group is None:
         return 0, 1
     transport = transport_of(group)
@@ -58,20 +58,20 @@ def rank_and_size(group: RankGroup | None) -> tuple[int, int]:
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """How long a rank waits for the others of `group`."""
-    # Private in torch: nothing public reads a timeout, or sets one that a group inherits.
+    """Return the timeout of a group."""
+    # Private in torch: there is no public way to read a timeout, nor to set one that a group inherits.
     timeout: timedelta = group._get_backend(group._device_types[0]).options._timeout
     return timeout
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Let ranks wait for so long in `group`, on every device. Where a group of two backends is split off, torch 2.13 gives
-    gloo's half its default of 30 minutes, whatever is asked for."""
+    """Set the timeout of all backends of `group`. In torch 2.13 `split_group` ignores its timeout for gloo, which gets
+    the default of 30 minutes."""
     _set_pg_timeout(timeout, group)
 
 
 def ranks_per_node(group: RankGroup | None) -> int | None:
-    """How many neighbouring ranks of `group` share a node, if torchrun tells and every node holds as many; else None."""
+    """Return how many successive ranks of `group` share a node. None if unknown or not equal on all nodes."""
     local = local_world_size()
     if group is None or isinstance(group, Transport) or local is None:
         return None

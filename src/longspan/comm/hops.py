@@ -1,6 +1,6 @@
-"""Hops: a batch of messages in flight while the caller computes, each by itself or all in one all-to-all.
+"""Hops: a batch of messages in flight while the caller computes, point-to-point or in one all-to-all.
 
-A pair of ranks matches messages in the order they were posted, so both sides build their batches from the same plan.
+A pair of ranks matches messages in posting order, so both sides build their batches from the same plan.
 """
 
 from collections.abc import Sequence
@@ -23,10 +23,10 @@ class Hop:
     receives: list[Message] = field(default_factory=list)
 
     def post(self, group: RankGroup | None, call: Call, collective: torch.Tensor | None = None) -> "Flight":
-        """Start all messages. The tensors must stay untouched until `Flight.wait`.
+        """Start all messages. The tensors must not be used until `Flight.wait`.
 
-        `collective`, any tensor of the messages' type and device, makes one all-to-all of them; then every rank of the group
-        posts one, with messages or without.
+        With `collective`, any tensor of the messages' dtype and device, they travel in one all-to-all. Every rank of
+        the group must then post one, even without messages. Raises `CommError` naming the peers if one of them is gone.
         """
         if not self.sends and not self.receives and collective is None:
             return Flight()
@@ -52,7 +52,7 @@ class Hop:
     def _all_to_all(
         self, transport: Transport, like: torch.Tensor
     ) -> tuple[Sequence[Work], list[tuple[Any, Any]], Any]:
-        """Post one all-to-all; also where pieces have yet to be copied when it is done, and what must live until then."""
+        """Post one all-to-all. Also return the copies to make on arrival, and the tensors to keep alive until then."""
         sends, receives = (sorted(messages, key=lambda message: message[0]) for messages in (self.sends, self.receives))
         outgoing = joined([x for _, x in sends])
         if outgoing is None:
@@ -70,7 +70,7 @@ class Hop:
 
 @dataclass
 class Flight:
-    """Messages under way; holds on to their tensors."""
+    """Messages in flight. Keeps their tensors alive."""
 
     works: Sequence[Work] = ()
     peers: Sequence[int] = ()
@@ -80,10 +80,10 @@ class Flight:
     kept: Any = None
 
     def wait(self, call: Call) -> None:
-        """Return when everything has arrived and left; on NCCL, once the current stream waits for that.
+        """Return when all messages have arrived and left. On NCCL, make the current stream wait for that.
 
-        Raises `CommError` naming the peers if one of them is gone. That is gloo: under NCCL a wait returns at once, and torch's
-        watchdog ends the process when the communicator's timeout is over.
+        On gloo, raises `CommError` naming the peers if one of them is gone. On NCCL, torch's watchdog ends the process
+        at the communicator's timeout.
         """
         if not self.works:
             return
@@ -94,7 +94,7 @@ class Flight:
                 except CommError:
                     raise
                 except RuntimeError as error:
-                    # A backend may answer for the whole batch with one work.
+                    # Some backends return one work for the whole batch.
                     one_each = len(self.works) == len(self.peers)
                     raise _lost(self.peers[index : index + 1] if one_each else self.peers, error) from error
         call.flew(self.start)
@@ -105,7 +105,7 @@ class Flight:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Contiguous tensors that lie one after the other in one storage, as one flat view of it; None if they do not."""
+    """Return a flat view of contiguous tensors that are adjacent in one storage, or None if they are not."""
     if not tensors:
         return None
     first, end = tensors[0], tensors[0].storage_offset()
@@ -127,5 +127,5 @@ def _lost(peers: Sequence[int], error: RuntimeError) -> CommError:
     return CommError(
         f"a hop with rank {', '.join(map(str, sorted(set(peers))))} of the context-parallel group failed: "
         f"{str(error).splitlines()[0]}",
-        hint="look at the log of that rank: it most likely ended first, or had nothing to differentiate in backward",
+        hint="look at the log of that rank: it most likely ended first, or its loss did not depend on attention",
     )

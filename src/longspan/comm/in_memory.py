@@ -1,11 +1,11 @@
-"""A transport in memory: ranks are threads of one process, and messages obey NCCL's rules, which gloo forgives.
+"""A transport in memory: ranks are threads of one process, and messages obey NCCL's rules, stricter than gloo's.
 
     run(4, function, *arguments)  ->  [function(group, 0, *arguments), ..., function(group, 3, *arguments)]
 
-Batches of a communicator run in posting order and end when all their messages have met; ends of a message agree in size and type;
-a tensor on another device is refused; every rank takes part in a collective. Ranks that wait for each other in a circle
-get an error that says who waits for whom. Nothing moves before a rank waits for it, so a buffer that is
-read or overwritten too early gives wrong numbers here as it may on a GPU.
+Batches of a communicator run in posting order and finish when all their messages are matched. Both ends of a message
+must agree in size and dtype, tensors must be on the world's device, and every rank must take part in a collective. A
+deadlock raises an error that lists which rank waits for which. No data moves before a rank waits for it, so that a
+buffer read or overwritten too early gives wrong numbers, as it may on a GPU.
 """
 
 import threading
@@ -22,9 +22,9 @@ from longspan.errors import CommError, SpecError
 
 
 class MemoryWorld:
-    """The ranks of one `run`, and what they have posted. One rank runs at a time, until it waits: the same order every time.
+    """The ranks of one `run`, and their posted batches. Deterministic: one rank runs at a time, until it waits.
 
-    `device` is where messages must be; sends of up to `buffered` bytes end without a receiver.
+    Messages must be on `device`. Sends of up to `buffered` bytes finish without a receiver.
     """
 
     def __init__(self, ranks: int, *, device: torch.device | str = "cpu", buffered: int = 0) -> None:
@@ -37,7 +37,7 @@ class MemoryWorld:
         self._failure = ""
 
     def group(self, rank: int, ranks: Sequence[int] | None = None, name: str = "") -> "MemoryGroup":
-        """The group of `ranks` (default: all) for its member `rank`; another `name` is another communicator."""
+        """Return the group of `ranks` (default: all) for its member `rank`. Each `name` is its own communicator."""
         return MemoryGroup(self, rank, tuple(range(self.ranks) if ranks is None else ranks), name)
 
     def start(self) -> None:
@@ -49,14 +49,14 @@ class MemoryWorld:
         self._turns[rank].acquire()
 
     def end(self, rank: int, error: BaseException | None) -> None:
-        """Note that a rank has returned or raised; those that wait for one that raised get an error."""
+        """Record that a rank has returned or raised. If it raised, all waiting ranks get an error."""
         self._ended.append(rank)
         if error is not None:
             self._fail(f"rank {rank} ended: {type(error).__name__}: {error}")
         self._pass_on()
 
     def post(self, group: "MemoryGroup", batch: Batch) -> "MemoryWork":
-        """Queue a batch, and wake the ranks that waited for it."""
+        """Queue a batch, and wake the ranks whose batches finish by it."""
         self._check()
         communicator = self._communicators.setdefault(
             (group.ranks, group.name), Communicator(group.size, self.buffered)
@@ -74,7 +74,7 @@ class MemoryWorld:
         return MemoryWork(self, group, batch)
 
     def wait(self, group: "MemoryGroup", batch: Batch) -> None:
-        """Return when a batch is done and what it carries has been copied."""
+        """Return when a batch is done and its messages have been copied."""
         if not batch.done:
             self._check()
             self._blocked[group.own] = group, batch
@@ -85,11 +85,11 @@ class MemoryWorld:
         for part in batch.receives:
             _move(part.other, part)
         for part in batch.sends:
-            if part.other is not None:  # a buffered one may have no receiver yet, and is a copy
+            if part.other is not None:  # a buffered send may have no receiver yet; it holds a copy
                 _move(part, part.other)
 
     def _pass_on(self) -> None:
-        """Give the turn to a rank that can go on; if there is none and some wait, they wait in a circle."""
+        """Let the next ready rank run. If none is ready and some are blocked, fail with a deadlock."""
         if not self._ready and self._blocked:
             self._fail(self._stuck())
         if self._ready:
@@ -102,10 +102,10 @@ class MemoryWorld:
             lines.append(f"rank {rank} waits for {', '.join(str(group.ranks[p]) for p in peers)}: {lacks}{group.label}")
         if self._ended:
             lines.append(f"rank {', '.join(map(str, sorted(self._ended)))} has ended")
-        return f"no rank can go on: {'; '.join(lines)}"
+        return f"deadlock: {'; '.join(lines)}"
 
     def _fail(self, reason: str) -> None:
-        """Let every rank that waits go on, to an error."""
+        """Wake all blocked ranks, which then raise."""
         self._failure = self._failure or reason
         self._ready.extend(self._blocked)
         self._blocked.clear()
@@ -117,7 +117,7 @@ class MemoryWorld:
 
 @dataclass(frozen=True)
 class MemoryGroup(Transport):
-    """A group of ranks of a `MemoryWorld`, as its member `own` sees it."""
+    """A group of ranks of a `MemoryWorld`, from the view of its member `own`."""
 
     world: MemoryWorld = field(repr=False)
     own: int
@@ -180,7 +180,7 @@ class MemoryGroup(Transport):
 
 @dataclass(frozen=True, eq=False)
 class MemoryWork:
-    """A batch under way."""
+    """A batch in flight."""
 
     world: MemoryWorld
     group: MemoryGroup
@@ -191,12 +191,12 @@ class MemoryWork:
 
 
 def run(ranks: int, function: Callable[..., Any], *arguments: Any, world: MemoryWorld | None = None) -> list[Any]:
-    """Call `function(group, rank, *arguments)` on a thread for each rank; the results in rank order.
+    """Call `function(group, rank, *arguments)` on a thread for each rank, and return the results in rank order.
 
-    The first error of a rank is raised, with that rank as its note; the other ranks get a `CommError`.
+    Raises the first error of a rank, with a note of the rank. The other ranks get a `CommError`.
     """
     if ranks < 1:
-        raise SpecError(f"{ranks} ranks cannot run anything", hint="give at least one rank")
+        raise SpecError(f"ranks={ranks} is not positive", hint="give at least one rank")
     world = world or MemoryWorld(ranks)
     results: list[Any] = [None] * ranks
     errors: list[BaseException] = []
@@ -204,7 +204,7 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any, world: Memory
     def work(rank: int) -> None:
         world.enter(rank)
         try:
-            # Backward on this thread too: on a GPU all ranks would share one of autograd's, which waits for the first of them.
+            # Run backward on this thread: on a GPU all ranks would share one autograd thread and block it.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = function(world.group(rank), rank, *arguments)
         except BaseException as error:
@@ -226,7 +226,7 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any, world: Memory
 
 
 def _move(sent: Part | None, received: Part) -> None:
-    """Copy a message that has met its receiver, once; on CUDA in the order of the streams that made and await it."""
+    """Copy a matched message, once. On CUDA after the streams that wrote the source and posted the receive."""
     assert sent is not None, "the batch is done"
     if sent.tensor is not None:
         _follow(sent.mark)
@@ -239,7 +239,7 @@ def _move(sent: Part | None, received: Part) -> None:
 
 
 def _mark(x: torch.Tensor) -> torch.cuda.Event | None:
-    """A moment of the current stream, for tensors of a GPU."""
+    """Record an event on the current stream, for CUDA tensors."""
     if x.device.type != "cuda":
         return None
     event = torch.cuda.Event()

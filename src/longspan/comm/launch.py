@@ -1,4 +1,4 @@
-"""Start ranks: join the world that torchrun made, or make one with torchrun's own library."""
+"""Start ranks: join the world of torchrun, or launch one with torchrun's library."""
 
 import logging
 import os
@@ -27,12 +27,13 @@ _LOOK_SECONDS = 0.05
 
 
 def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
-    """Run `function(*arguments)` on `ranks` new processes of this machine and return what rank 0 returned.
+    """Run `function(*arguments)` on `ranks` new processes of this machine and return the result of rank 0.
 
-    `function` is at the top level of a module. If a rank fails or is killed the others are ended at once, and a `CommError`
-    names the first that failed and its error. SIGINT and SIGTERM end all ranks and raise `KeyboardInterrupt`.
+    `function` must be at the top level of a module. If a rank fails or is killed, the others are ended at once. Raises
+    `CommError` with the first failed rank and its error. SIGINT and SIGTERM end all ranks and raise
+    `KeyboardInterrupt`.
     """
-    # What the launcher logs of a failed rank, the CommError says in a line.
+    # The CommError replaces the launcher's log of a failed rank.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
@@ -57,11 +58,11 @@ def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int)
 
 
 def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
-    """In the new process: run `function`, and write its error where the launcher reads it.
+    """Run `function` in the new process, and write its error for the launcher.
 
-    A rank that lost a peer does not end at once: the launcher, which looks every 0.1 s, is to find the peer first.
+    A rank that lost a peer waits before it exits, so that the launcher, which polls every 0.1 s, finds the peer first.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank without a word: the launcher has the last one.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a rank silently; the launcher reports.
     try:
         return record(function)(*arguments)
     except RuntimeError as error:
@@ -71,9 +72,10 @@ def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def join_world(topology: Topology, timeout: timedelta, threads: int | None = None, device: str = "auto") -> Meshes:
-    """Initialise this rank and return its meshes, whose groups all have `timeout`. It counts from when all ranks are there.
+    """Initialise this rank's process groups, all with `timeout`, and return its meshes. Waits for all ranks first.
 
-    `device`: "cpu", "cuda", or "auto", as `device_type` reads it. Raises `SpecError`: see `check_devices`.
+    `device` is "cpu", "cuda" or "auto" (see `device_type`). Raises `SpecError` if this machine has too few devices, and
+    `CommError` if another rank has failed.
     """
     local = local_ranks(1)
     with telling_others():
@@ -84,7 +86,7 @@ def join_world(topology: Topology, timeout: timedelta, threads: int | None = Non
     if device_type(device) == "cuda":
         own = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(own)
-        # Bound to its device, the world is connected at once, and groups are split off it. What ranks agree on goes over gloo.
+        # With device_id, NCCL connects the world at once and splits groups off it. CPU tensors use gloo.
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=own, **start)
     else:
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // local))
@@ -93,9 +95,9 @@ def join_world(topology: Topology, timeout: timedelta, threads: int | None = Non
 
 
 def meet(store: dist.Store, world: int) -> None:
-    """Wait until `world` ranks have called this: others may still tokenise or load, for longer than any timeout.
+    """Wait until `world` ranks have called this. No timeout: other ranks may still tokenise or load.
 
-    Raises `CommError` naming the first rank that has failed before it came here.
+    Raises `CommError` with a rank that has failed before its call, if any.
     """
     if store.add("longspan/ranks", 1) == world:
         store.set("longspan/all", "")
@@ -107,11 +109,11 @@ def meet(store: dist.Store, world: int) -> None:
 
 @contextmanager
 def telling_others() -> Iterator[None]:
-    """What fails inside, under torchrun, is told to the ranks that wait in `meet`, on other machines too."""
+    """Report an exception inside the block to the ranks that wait in `meet`, on all machines, if under torchrun."""
     try:
         yield
     except Exception as error:
-        with suppress(Exception):  # where the store cannot be reached either, the error itself says more
+        with suppress(Exception):  # an unreachable store must not replace the error itself
             if under_torchrun():
                 store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))
                 store.set("longspan/failed", f"rank {rank} failed: {error}")
@@ -119,14 +121,14 @@ def telling_others() -> Iterator[None]:
 
 
 def leave_world() -> None:
-    """Tear the groups down, so that no rank ends while another still needs it."""
+    """Destroy the process groups, so that no rank exits while another still needs it."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _hint(exit_code: int) -> str | None:
     killed = exit_code == -signal.SIGKILL
-    return "the system kills so what takes too much memory: its log tells" if killed else None
+    return "SIGKILL usually means the kernel's OOM killer; check dmesg" if killed else None
 
 
 def _describe(exit_code: int, message: Any) -> str:

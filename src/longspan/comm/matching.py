@@ -1,11 +1,11 @@
-"""Which batches of messages can finish, under NCCL's rules. No tensors, no threads.
+"""Determines which batches of messages can finish under NCCL's rules. No tensors, no threads.
 
-A rank's batches on one communicator run in the order in which the rank posted them. A batch ends when each of its messages has
-met its counterpart, and a message meets only what a running batch of the other rank holds:
+A rank's batches on one communicator run in posting order. A batch finishes when each of its messages is matched, and a
+message matches only messages of the batch that the other rank runs:
 
-    rank 0   [recv 1]  [send 1]         rank 1   [recv 0]  [send 0]         both wait for ever
+    rank 0   [recv 1]  [send 1]         rank 1   [recv 0]  [send 0]         deadlock
 
-The n-th message that one rank sends another meets the n-th that the other awaits from it.
+The n-th send from one rank to another matches the other's n-th receive from it.
 """
 
 from collections import Counter, defaultdict, deque
@@ -18,18 +18,19 @@ from longspan.errors import CommError
 
 @dataclass(eq=False)
 class Part:
-    """One end of a message: what it carries, and, once both are known, the other end."""
+    """One end of a message."""
 
     peer: int
     num_elements: int
     kind: str
-    """The type of the elements."""
+    """Dtype of the elements."""
     num_bytes: int = 0
     tensor: Any = None
-    """What is carried, for the transport; None once it has moved."""
+    """The message, for the transport. None after the copy."""
     mark: Any = None
-    """When the tensor is ready, for the transport."""
+    """CUDA event after which the tensor is ready, for the transport."""
     other: "Part | None" = None
+    """The other end, once matched."""
     batch: "Batch | None" = None
 
     def __str__(self) -> str:
@@ -38,17 +39,17 @@ class Part:
 
 @dataclass(eq=False)
 class Batch:
-    """What a rank posts at once: messages, or its part of a collective, which every rank of the communicator posts."""
+    """Messages that a rank posts together, or its part of a collective, which every rank of the communicator posts."""
 
     rank: int
     sends: Sequence[Part] = ()
     receives: Sequence[Part] = ()
     collective: str = ""
-    """Name of the collective, and what all ranks must give alike; empty for messages."""
+    """Name of the collective and its arguments that must be equal on all ranks. Empty for messages."""
     number: int = -1
-    """How many batches this rank posted before."""
+    """Number of batches that this rank posted before."""
     unmet: int = -1
-    """Ends of messages that have not met theirs; -1: the batch has not begun."""
+    """Number of unmatched ends. -1: the batch has not begun."""
 
     @property
     def done(self) -> bool:
@@ -57,7 +58,7 @@ class Batch:
 
 @dataclass
 class Communicator:
-    """One communicator of `size` ranks. Sends of up to `buffered` bytes end without a counterpart, as small ones may on NCCL."""
+    """One communicator of `size` ranks. Sends of up to `buffered` bytes finish unmatched, as small ones may on NCCL."""
 
     size: int
     buffered: int = 0
@@ -70,7 +71,7 @@ class Communicator:
         self.queues, self._posted = [deque() for _ in range(self.size)], [0] * self.size
 
     def post(self, batch: Batch) -> list[Batch]:
-        """Queue a batch; the batches, of whichever rank, that are done now. Raises `CommError` for ends that do not fit."""
+        """Queue a batch. Return the batches of any rank that finish by it. Raises `CommError` for unequal ends."""
         batch.number, self._posted[batch.rank] = self._posted[batch.rank], self._posted[batch.rank] + 1
         for part in (*batch.sends, *batch.receives):
             part.batch = batch
@@ -79,7 +80,7 @@ class Communicator:
         return list(self._advance(batch.rank)) if len(queue) == 1 else []
 
     def _advance(self, rank: int) -> Iterator[Batch]:
-        """Begin the first batch of a rank, and all that can begin once batches end."""
+        """Begin the first batch of a rank, and each batch that it unblocks. Yield the finished batches."""
         ready = [rank]
         while ready:
             rank = ready.pop()
@@ -91,7 +92,7 @@ class Communicator:
                 ready.append(batch.rank)
 
     def _begin(self, batch: Batch) -> list[Batch]:
-        """Let the messages of a batch meet those of running ones; the batches that are done by that."""
+        """Match the messages of a batch with those of running batches. Return the batches that finish."""
         if batch.collective:
             return self._gather(batch)
         batch.unmet = len(batch.sends) + len(batch.receives)
@@ -118,7 +119,7 @@ class Communicator:
         return [each for each in touched if each.done and each in self.queues[each.rank]]
 
     def _gather(self, batch: Batch) -> list[Batch]:
-        """A collective is done when it is what every rank runs."""
+        """Begin a collective. Return the batches of all ranks once every rank runs it."""
         batch.unmet = 1
         firsts = [queue[0] for queue in self.queues if queue and queue[0].collective and queue[0].unmet == 1]
         if odd := next((first for first in firsts if first.collective != batch.collective), None):
@@ -142,9 +143,9 @@ class Communicator:
         return firsts
 
     def waits_for(self, rank: int) -> tuple[str, list[int]]:
-        """What the first batch of a rank lacks, in words, and the ranks that have not posted it or run something else."""
+        """Describe what the first batch of a rank waits for, and return the ranks that have not posted it."""
         if not self.queues[rank]:
-            return "has nothing under way", []
+            return "has nothing in flight", []
         first = self.queues[rank][0]
         if first.collective:
             missing = [r for r, queue in enumerate(self.queues) if not queue or not queue[0].collective]
@@ -154,5 +155,5 @@ class Communicator:
         lacks = Counter(
             [f"{part} to {part.peer}" for part in sends] + [f"{part} from {part.peer}" for part in receives]
         )
-        told = ", ".join(text if times == 1 else f"{times} times {text}" for text, times in lacks.items())
-        return f"batch {first.number}, {told}", sorted({part.peer for part in (*sends, *receives)})
+        missing_parts = ", ".join(text if times == 1 else f"{times} times {text}" for text, times in lacks.items())
+        return f"batch {first.number}, {missing_parts}", sorted({part.peer for part in (*sends, *receives)})

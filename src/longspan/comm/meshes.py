@@ -1,4 +1,4 @@
-"""The ranks of a run as meshes of named axes: where data differ, where weights are cut, where experts are."""
+"""The device meshes of a run: for data, weights and experts."""
 
 from dataclasses import dataclass
 
@@ -12,11 +12,11 @@ from longspan.topology import Topology
 
 @dataclass(frozen=True, eq=False)
 class Meshes:
-    """One world, laid out three times.
+    """Three meshes over the ranks of one world.
 
-    data     pp, dp, cp, tp              which rows (dp), which of their tokens (cp), which layers (pp)
-    weights  pp, replica, shard, tp      FSDP2 cuts over shard = inner dp x cp; HSDP keeps `replica` copies of that
-    experts  pp, edp, ep                 the ranks of the MLP, folded: experts over ep, each cut over edp
+    data     pp, dp, cp, tp              rows differ over dp, tokens of a row over cp, layers over pp
+    weights  pp, replica, shard, tp      FSDP2 shards over `shard` = inner dp x cp; HSDP keeps `replica` copies
+    experts  pp, edp, ep                 the ranks of the MLP, folded: experts over ep, each sharded over edp
     """
 
     topology: Topology
@@ -24,23 +24,23 @@ class Meshes:
     weights: DeviceMesh
     experts: DeviceMesh
     tokens: dist.ProcessGroup
-    """The ranks that hold tokens of one micro-batch: tp x cp."""
+    """Ranks that hold tokens of one micro-batch: tp x cp."""
     ends: dist.ProcessGroup | None
-    """The first and the last stage's rank of this pipeline, if this rank is one of them and there are two."""
+    """First and last rank of this pipeline. None if this rank is neither, or if pp is 1."""
 
     @classmethod
     def of(cls, topology: Topology, device_type: str) -> "Meshes":
-        """Make the groups of the initialised world, all with its timeout. Collective over it."""
+        """Create the groups and meshes, all with the world's timeout. Collective over the initialised world."""
         assert dist.get_world_size() == topology.world, "the degrees multiply to the world"
         t, groups = topology, _make_groups(topology)
 
         def mesh(ranks: np.ndarray, *names: str) -> DeviceMesh:
-            # DeviceMesh reads the strides of what it is given, and takes those of a transposed array for its axes'.
+            # DeviceMesh derives its axes from strides, so a transposed array must be copied.
             ranks = np.ascontiguousarray(ranks)
             return DeviceMesh.from_group([groups[name] for name in names], device_type, ranks, mesh_dim_names=names)
 
         weights = t.grid(("pp", "replica", "shard_dp", "cp", "tp")).reshape(t.pp, t.dp_replicate, -1, t.tp)
-        # Two axes made one: process groups number their ranks ascending, so this axis has to, whatever the order.
+        # Process groups number their ranks in ascending order, so the flattened axis must be sorted too.
         weights = np.sort(weights, axis=2)
         return cls(
             t,
@@ -53,17 +53,17 @@ class Meshes:
 
 
 _Partition = tuple[tuple[int, ...], ...]
-"""Disjoint groups that hold every rank of the world."""
+"""Disjoint groups of ranks that cover the world."""
 
 _OF_WEIGHTS = ("replica", "shard", "edp")
-"""The axes over which FSDP2 and DDP gather weights and reduce gradients, beside what the model sends."""
+"""Axes over which FSDP2 and DDP gather weights and reduce gradients."""
 
 
 def _make_groups(topology: Topology) -> dict[str, dist.ProcessGroup]:
-    """This rank's group of each axis, by name. Collective over the world.
+    """Create this rank's group of each axis, by name. Collective over the world.
 
-    Axes with the same ranks share one group, except that weights never share one with the model: NCCL runs what a group
-    carries in the order posted, so a hop would wait behind a gradient. All axes of one rank share one.
+    Axes with the same ranks share one group. But weights never share a group with the model, unless it has one rank:
+    NCCL runs the operations of a group in posting order, so that a hop would wait behind a gradient.
     """
     world = dist.group.WORLD
     assert world is not None, "the world is initialised"
@@ -79,10 +79,10 @@ def _make_groups(topology: Topology) -> dict[str, dist.ProcessGroup]:
 
 
 def _ends(topology: Topology) -> _Partition:
-    """The first and the last rank of each pipeline, and those between them.
+    """Return the partition into first and last ranks of each pipeline, and the ranks between them.
 
-    The latter need no group. But torch makes the name of a next group from the number of groups a rank is in, so that all ranks
-    have to be in as many.
+    The latter need no group. But torch derives the name of a new group from the number of groups that a rank is in,
+    which must therefore be equal on all ranks.
     """
     stages = topology.groups("pp")
     ends = [ranks if len(ranks) < 3 else (ranks[0], ranks[-1]) for ranks in stages]
@@ -90,7 +90,7 @@ def _ends(topology: Topology) -> _Partition:
 
 
 def _split_world(partition: _Partition, name: str) -> dist.ProcessGroup:
-    """Make the groups of a partition by one call on each rank, and return this rank's. Collective over the world."""
+    """Create the groups of a partition and return this rank's. Collective over the world."""
     world, rank = dist.group.WORLD, dist.get_rank()
     assert world is not None, "the world is initialised"
     timeout = timeout_of(world)

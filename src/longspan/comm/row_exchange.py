@@ -1,5 +1,4 @@
-"""Rows that change ranks: each rank of a group sends each other as many rows as it likes, in one all-to-all.
-The gradients of the rows take the same way back."""
+"""All-to-all of rows with a count for each pair of ranks. Differentiable."""
 
 from typing import Any
 
@@ -11,11 +10,11 @@ from longspan.errors import CommError, SpecError
 
 
 def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: RankGroup | None) -> torch.Tensor:
-    """The rows that the ranks of `group` sent here, in rank order. Collective, differentiable.
+    """Send rows to the ranks of `group`, and return the rows received, in rank order. Collective, differentiable.
 
-    x (sum(sent), E): the first `sent[0]` rows go to rank 0 of the group, the next `sent[1]` to rank 1, and so on;
-    `received[r]` rows come from rank r, whose `sent` must say so: gives (sum(received), E). Any count may be 0. Backward
-    is the same with the two swapped. `group` None is a group of this rank alone: gives `x`.
+    x `(sum(sent), E)` -> `(sum(received), E)`. The first `sent[0]` rows go to rank 0 of the group, the next `sent[1]`
+    to rank 1, and so on; `received[r]` rows come from rank r and must equal its `sent` for this rank. Any count may be
+    0. Backward swaps the two. `group` None is a group of this rank alone and returns `x`.
 
     Raises `SpecError` for counts that do not fit, and `CommError` if a peer is gone.
     """
@@ -23,7 +22,7 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: 
     if x.ndim != 2 or len(sent) != ranks or len(received) != ranks or sum(sent) != x.shape[0]:
         raise SpecError(
             f"a tensor {tuple(x.shape)} cannot be sent as {sent} rows and received as {received} among {ranks} ranks",
-            hint="give rows of a tensor of two dims, and a count for each rank of the group both ways",
+            hint="give a tensor of two dims, and counts to and from each rank of the group",
         )
     if ranks == 1:
         return x
@@ -32,8 +31,8 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: 
 
 
 def exchange_counts(counts: torch.Tensor, group: RankGroup | None) -> torch.Tensor:
-    """What the ranks of `group` counted for this one: (ranks, n) of which row r is for rank r gives (ranks, n) of which
-    row r is from rank r. Collective; of any dtype; not differentiable. `group` None: gives `counts`."""
+    """Exchange counts `(ranks, n)`: row r is sent to rank r, and row r of the result comes from rank r. Collective; any
+    dtype; not differentiable. `group` None is a group of this rank alone and returns `counts`."""
     ranks = rank_and_size(group)[1]
     if counts.ndim != 2 or counts.shape[0] != ranks:
         raise SpecError(f"counts {tuple(counts.shape)} do not have a row for each of {ranks} ranks")

@@ -1,4 +1,4 @@
-"""Cut a global tensor into a rank's local slots, and put the pieces together again."""
+"""Shard a global tensor into the ranks' local slots, and unshard them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,22 +13,22 @@ from longspan.plan import Layout
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int, fill: float = 0) -> torch.Tensor:
-    """This rank's slots of `x`, whose `dim` counts the `S` global tokens: `S` becomes `T`. Differentiable.
+    """Return the slots of `rank` of a global tensor: dim `dim` shrinks from `S` to `T`. Differentiable.
 
-    Dead slots hold `fill`. Raises `SpecError` if the length is not `S`: another length would give the wrong rows.
+    Padding slots hold `fill`. Raises `SpecError` if the length of `dim` is not `S`.
     """
     index = _check(x, layout.seq_len, dim)
     positions = upload(torch.from_numpy(layout.positions(rank)), x.device)
     local = x.index_select(index, positions.clamp(min=0))
-    dead = layout.num_slots(rank) - int(layout.counts[rank])
-    if dead:
+    padding = layout.num_slots(rank) - int(layout.counts[rank])
+    if padding:
         local = local.clone()
-        local.narrow(index, local.shape[index] - dead, dead).fill_(fill)
+        local.narrow(index, local.shape[index] - padding, padding).fill_(fill)
     return local
 
 
 def unshard(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.Tensor:
-    """The global tensor from every rank's slots, in rank order: `T` becomes `S`; dead slots are dropped. Differentiable."""
+    """Return the global tensor from the slots of all ranks, in rank order, without padding slots. Differentiable."""
     if len(parts) != layout.ranks:
         raise SpecError(f"{len(parts)} parts were given for a layout of {layout.ranks} ranks")
     index = dim % parts[0].ndim
@@ -39,9 +39,9 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.Te
 
 
 def gather(x: torch.Tensor, layout: Layout, rank: int, dim: int, group: RankGroup | None) -> torch.Tensor:
-    """`unshard` over a group: every rank gives its slots and gets the global tensor. Collective, differentiable.
+    """Gather the global tensor on every rank from the slots of all ranks. Collective, differentiable.
 
-    Backward takes this rank's slots of the incoming gradient, as for a loss that every rank computes in full, alike.
+    Backward keeps this rank's slots of the gradient, which must be the same on all ranks.
     """
     full: torch.Tensor = _Gather.apply(x, layout, rank, dim, group)  # type: ignore[no-untyped-call]
     return full
@@ -57,11 +57,11 @@ class _Gather(torch.autograd.Function):
         if x.shape[index] != layout.num_slots(rank):
             raise SpecError(
                 f"dim {dim} of a tensor {tuple(x.shape)} is not the {layout.num_slots(rank)} slots of rank {rank}",
-                hint="unshard takes what shard gave",
+                hint="give a tensor that has this rank's slots, as shard returns it",
             )
         if group is None:
             return unshard([x], layout, dim)
-        # Ranks may hold different numbers of slots, which all-gather does not take: all send the longest.
+        # All-gather needs equal sizes: pad to the largest number of slots.
         longest = max(layout.num_slots(r) for r in range(layout.ranks))
         padded = x.new_zeros(longest, *(size for d, size in enumerate(x.shape) if d != index))
         padded[: x.shape[index]] = x.movedim(index, 0)
@@ -80,6 +80,6 @@ def _check(x: torch.Tensor, seq_len: int, dim: int) -> int:
     if x.shape[dim] != seq_len:
         raise SpecError(
             f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows; the sequence has {seq_len} tokens",
-            hint="give the global tensor, once: it may be sharded already, or have its sequence in another dim",
+            hint="give the global tensor; this one may be sharded already, or have its sequence in another dim",
         )
     return dim % x.ndim

@@ -1,10 +1,10 @@
-"""What attention calls really did: bytes, pairs and seconds, counted where they happen.
+"""Measured bytes, pairs and seconds of attention calls.
 
 with record() as calls:
     ...
 calls[0].bytes_sent
 
-Under `torch.profiler.profile` each call and each activity in it is a `record_function` range of the profiler's trace.
+Under `torch.profiler.profile` each call and each activity in it is a `record_function` range.
 """
 
 import time
@@ -25,11 +25,11 @@ Activity = Literal["kernels", "waiting", "merging"]
 Timed = Literal["all", "waiting"]
 
 _recorders: list["Calls"] = []
-"""The lists that `record()` has open, innermost last. The one piece of state that attention calls look at."""
+"""Lists of the open `record()` blocks, innermost last. The only global state that attention calls read."""
 
 
 class Clock(Protocol):
-    """Marks moments, cheaply; says later how far apart they are."""
+    """Marks moments cheaply, and measures the time between two marks later."""
 
     def now(self) -> Any: ...
 
@@ -37,7 +37,7 @@ class Clock(Protocol):
 
 
 class WallClock:
-    """The time of the calling thread, which does all the work itself (CPU)."""
+    """Wall-clock time, for CPU."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -47,8 +47,7 @@ class WallClock:
 
 
 class StreamClock:
-    """Events in the current CUDA stream: the time of the device, for calls that return before their work is done. Events that are
-    given back to `spare` are used again."""
+    """Device time by CUDA events on the current stream. Reuses the events in `spare`."""
 
     def __init__(self) -> None:
         self.spare: list[torch.cuda.Event] = []
@@ -64,7 +63,7 @@ class StreamClock:
 
 
 class NoClock:
-    """For what nobody asked for: costs nothing, and knows no time."""
+    """No timing: costs nothing, and all seconds are NaN."""
 
     def now(self) -> None:
         return None
@@ -74,7 +73,7 @@ class NoClock:
 
 
 class Interval(NamedTuple):
-    """From one mark of the clock to another: an activity of the call, or a hop in flight."""
+    """Two marks of the clock around an activity of the call, or around a hop in flight."""
 
     name: Activity | Literal["hop"]
     start: Any
@@ -85,9 +84,9 @@ class Interval(NamedTuple):
 class Call:
     """One attention call and phase on this rank, filled in while it runs.
 
-    Bytes count payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per batch row and as
-    pairs on all heads; `blocks`, counted alike, are those of 128 x 128 of the tiles that were computed. `rows_received` counts
-    KV rows. On CUDA, seconds are the device's and wait for it when they are read; those that nobody asked for are NaN.
+    Bytes are payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per batch row, as
+    pairs on all heads. `blocks` are the 128 x 128 blocks of the computed tiles, counted like `pairs`. `rows_received`
+    counts KV rows. On CUDA, seconds are device time, and reading them synchronises; NaN if not requested.
     """
 
     phase: Phase
@@ -95,9 +94,9 @@ class Call:
     kernel: str
     rank: int
     clock: Clock = field(default_factory=WallClock, repr=False)
-    """Marks what is timed in detail: activities and hops."""
+    """Times activities and hops."""
     outer_clock: Clock | None = field(default=None, repr=False)
-    """Marks the call as a whole and its waits; None: `clock`."""
+    """Times the call as a whole and its waits. Default: `clock`."""
     bytes_sent: int = 0
     bytes_received: int = 0
     rows_received: int = 0
@@ -105,9 +104,9 @@ class Call:
     collectives: int = 0
     kernel_calls: int = 0
     pairs_computed: int = 0
-    """On the heads that this rank works on: one of `head_shares` equal shares."""
+    """Pairs on this rank's heads, which are one of `head_shares` equal shares."""
     blocks_computed: int = 0
-    """Likewise; of the plan's tiles, however a kernel splits them."""
+    """Blocks on this rank's heads, of the plan's tiles, however a kernel splits them."""
     head_shares: int = 1
     start: Any = field(default=None, repr=False)
     end: Any = field(default=None, repr=False)
@@ -115,7 +114,7 @@ class Call:
 
     @contextmanager
     def spend(self, activity: Activity) -> Iterator[None]:
-        """Count the time of the block as spent on `activity`."""
+        """Count the time of the block as `activity`."""
         clock = self._outer if activity == "waiting" else self.clock
         start = clock.now()
         with _profiled(activity):
@@ -124,7 +123,7 @@ class Call:
             self.intervals.append(Interval(activity, start, clock.now()))
 
     def flew(self, start: Any) -> None:
-        """A hop posted at `start` is known to have arrived now."""
+        """Count a hop posted at `start` as arrived now."""
         if start is not None:
             self.intervals.append(Interval("hop", start, self.clock.now()))
 
@@ -135,7 +134,7 @@ class Call:
         self.end = self._outer.now()
 
     def settle(self) -> None:
-        """Read the device's marks, whose end has been waited for, and give the events back: from now on seconds are numbers."""
+        """Replace CUDA events by seconds, and return the events to the pool. The end event must have completed."""
         clock = self._outer
         if not isinstance(clock, StreamClock) or self.end is None:
             return
@@ -179,7 +178,7 @@ class Call:
 
     @property
     def seconds_communication(self) -> float:
-        """Time in which a hop was under way: posted, and not yet found to have arrived. Hops side by side count once."""
+        """Time in which at least one hop was in flight: posted, and not yet waited for."""
         if isinstance(self.clock, NoClock):
             return float("nan")
         total = reached = 0.0
@@ -190,7 +189,7 @@ class Call:
 
     @property
     def overlap(self) -> float:
-        """The part of the communication that this rank did not wait for: 1 - waiting / communication; 1 without any."""
+        """Fraction of communication hidden under compute: 1 - waiting / communication. 1 without communication."""
         under_way = self.seconds_communication
         return 1 - self.seconds_waiting / under_way if under_way else 1.0
 
@@ -208,28 +207,28 @@ class Call:
 
 
 class Calls(list[Call]):
-    """The calls of this process, in the order in which they began."""
+    """Calls of this process, in the order in which they began."""
 
     timed: Timed = "all"
 
     def settle(self) -> None:
-        """Read what was timed on a device at once, after one wait for the last call: then nothing waits when it is read."""
+        """Read all device times after one synchronisation, so that reading seconds later does not synchronise."""
         on_device = [call for call in self if isinstance(call._outer, StreamClock) and call.end is not None]
         if on_device:
             on_device[-1].end.synchronize()
         for call in on_device:
-            if not call.end.query():  # on another stream than the last
+            if not call.end.query():  # on another stream than the last call
                 call.end.synchronize()
             call.settle()
 
 
 @contextmanager
 def record(timed: Timed = "all") -> Iterator[Calls]:
-    """Collect a `Call` for every attention call and phase of this process that starts inside the block, backward included.
+    """Collect a `Call` for every attention call and phase that this process starts inside the block.
 
-    On CUDA a time costs two events. "waiting" takes those of each call and of each wait in it alone, 2 + 2 a wait, from a pool,
-    and reads all of them when the block ends, after one wait for the device; seconds in kernels, merging and communication are
-    then NaN. On CPU everything is timed.
+    On CUDA each measured interval costs two events. `timed="waiting"` measures only each call and its waits, with
+    pooled events, and reads all of them when the block ends, after one synchronisation. Seconds in kernels, merging and
+    communication are then NaN. On CPU everything is timed.
     """
     calls = Calls()
     calls.timed = timed
@@ -237,7 +236,7 @@ def record(timed: Timed = "all") -> Iterator[Calls]:
     try:
         yield calls
     finally:
-        # By identity: two recorders with equal contents are still two.
+        # By identity: two recorders may have equal contents.
         _recorders[:] = [other for other in _recorders if other is not calls]
     if timed != "all":
         calls.settle()
@@ -245,7 +244,7 @@ def record(timed: Timed = "all") -> Iterator[Calls]:
 
 @contextmanager
 def call(phase: Phase, route: str, kernel: str, rank: int, device: torch.device) -> Iterator[Call]:
-    """Open a `Call` and hand it to every recorder."""
+    """Open a `Call` and append it to every open recorder."""
     entry = Call(phase, route, kernel, rank, *_clocks(device))
     for calls in _recorders:
         calls.append(entry)
@@ -256,12 +255,12 @@ def call(phase: Phase, route: str, kernel: str, rank: int, device: torch.device)
 
 
 def _profiled(name: str) -> AbstractContextManager[Any]:
-    """A range of that name in the trace of a running profiler."""
+    """Return a profiler range, or a null context if no profiler runs."""
     return record_function(f"longspan {name}") if profiler._is_profiler_enabled else nullcontext()
 
 
 def _clocks(device: torch.device) -> tuple[Clock, Clock]:
-    """For what is timed in detail, and for the call and its waits: on CUDA as much as the recorders ask for."""
+    """Return the clocks for details, and for the call and its waits, as the open recorders request on CUDA."""
     if device.type != "cuda":
         clock = WallClock()
         return clock, clock
@@ -273,5 +272,5 @@ def _clocks(device: torch.device) -> tuple[Clock, Clock]:
 
 @cache
 def _pooled(device: torch.device) -> StreamClock:
-    """The events of a device that runs use again and again."""
+    """Return the clock of a device whose events are reused."""
     return StreamClock()

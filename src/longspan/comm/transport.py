@@ -1,7 +1,7 @@
-"""The seam between longspan and a backend: what a group of ranks must be able to do for us.
+"""The interface between longspan and a communication backend.
 
 ProcessGroup    TorchTransport: gloo, NCCL
-MemoryGroup     itself: ranks as threads of one process, under NCCL's rules (`longspan.comm.in_memory`)
+MemoryGroup     is a Transport: ranks as threads of one process, under NCCL's rules (`longspan.comm.in_memory`)
 """
 
 from abc import ABC, abstractmethod
@@ -13,19 +13,19 @@ import torch
 import torch.distributed as dist
 
 Message = tuple[int, torch.Tensor]
-"""A rank of the group, and a contiguous tensor to send to it or to fill from it."""
+"""(peer rank in the group, contiguous tensor to send or to receive into)."""
 
 
 class Work(Protocol):
-    """Messages under way."""
+    """Messages in flight."""
 
     def wait(self) -> object:
-        """Return when the messages have arrived and left; on CUDA, when the current stream waits for that."""
+        """Return when the messages have arrived and left. On CUDA, make the current stream wait for that."""
         ...
 
 
 class Transport(ABC):
-    """Carries tensors among the ranks of one group. Every method but the properties is collective where it says so."""
+    """Sends tensors among the ranks of one group. `post` is not collective."""
 
     @property
     @abstractmethod
@@ -37,29 +37,29 @@ class Transport(ABC):
 
     @abstractmethod
     def global_rank(self, rank: int) -> int:
-        """The rank of the world that is `rank` here."""
+        """Return the global rank of `rank` of this group."""
 
     @abstractmethod
     def carries(self, device: torch.device) -> torch.device:
-        """The device on which a tensor travels that lives on `device`: the same one wherever the backend allows."""
+        """Return the device from which a tensor on `device` is sent: `device` itself if the backend supports it."""
 
     def connect(self, device: torch.device) -> None:
-        """Make sure that messages on `device` need no rank but their ends. Collective."""
+        """Connect all ranks, so that later messages on `device` involve only sender and receiver. Collective."""
         return
 
     @abstractmethod
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Work]:
-        """Start a batch of messages. Batches of a group finish in the order in which a rank posts them."""
+        """Start a batch of messages. A rank's batches finish in posting order."""
 
     @abstractmethod
     def all_to_all(
         self, incoming: torch.Tensor, outgoing: torch.Tensor, received: Sequence[int], sent: Sequence[int]
     ) -> Work:
-        """Start an all-to-all of 1-D tensors, cut in pieces of `received` and `sent` elements. Collective."""
+        """Start an all-to-all of 1-D tensors, split by rank into `received` and `sent` elements. Collective."""
 
     @abstractmethod
     def all_gather(self, everyone: torch.Tensor, mine: torch.Tensor) -> None:
-        """Fill `everyone`, 1-D, with the `mine` of every rank, in rank order. Collective."""
+        """All-gather the 1-D `mine` of every rank into the 1-D `everyone`, in rank order. Collective."""
 
 
 @dataclass(frozen=True)
@@ -83,17 +83,17 @@ class TorchTransport(Transport):
         backends = backends_of(self.group)
         if device.type == "cpu" and "cpu" in backends:
             return device
-        if backends.get("cuda", "gloo") == "gloo":  # gloo has collectives of CUDA tensors, but no messages
+        if backends.get("cuda", "gloo") == "gloo":  # gloo has collectives for CUDA tensors, but no send and recv
             return torch.device("cpu")
         return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
     def connect(self, device: torch.device) -> None:
-        # NCCL connects a group in its first operation, for which all ranks must be there, if none bound it to a device before.
+        # Without device_id, NCCL connects a group in its first operation, in which all ranks must take part.
         mine = torch.zeros(1, device=self.carries(device))
         self.all_gather(mine.new_empty(self.size), mine)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Work]:
-        # gloo tells a peer that it may send behind whatever it has begun to send itself: receive first.
+        # Receive first: gloo announces a receive to the peer only after the sends it has begun.
         operations = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         operations += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
         works: Sequence[Work] = dist.batch_isend_irecv(operations)
@@ -113,11 +113,11 @@ class TorchTransport(Transport):
 
 
 def backends_of(group: dist.ProcessGroup) -> dict[str, str]:
-    """Type of device -> name of the backend that serves it, such as {"cpu": "gloo", "cuda": "nccl"}."""
+    """Return the backend of each device type, such as {"cpu": "gloo", "cuda": "nccl"}."""
     entries = (entry.split(":") for entry in dist.get_backend_config(group).split(","))
     return {entry[0]: entry[1] for entry in entries}
 
 
 def transport_of(group: dist.ProcessGroup | Transport) -> Transport:
-    """The transport of a group: a process group's, or the group itself if it is one."""
+    """Return the transport of a process group, or the group itself if it is a transport."""
     return group if isinstance(group, Transport) else TorchTransport(group)

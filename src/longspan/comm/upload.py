@@ -1,10 +1,10 @@
-"""Tensors of the host on their way to a device, without a wait."""
+"""Host-to-device copies that do not synchronise."""
 
 import torch
 
 
 def upload(x: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """`x` on `device`. To CUDA by way of pinned memory: a copy from any other waits for all that the stream has yet to do."""
+    """Return `x` on `device`. To CUDA via pinned memory: a copy from pageable memory would wait for the stream."""
     if x.device.type == "cpu" and torch.device(device).type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)

@@ -1,1 +1,1 @@
-"""Context parallelism: attention over a sharded sequence, the context of a micro-batch, the drop-in, and Untied Ulysses."""
+"""Context parallelism: `attention`, `ContextParallel`, the drop-in `context_parallel`, and Untied Ulysses (`upipe`)."""

@@ -1,4 +1,4 @@
-"""`attention`: local shards in, local shard out, exact over the whole sequence, differentiable."""
+"""`attention`: exact attention over a sharded sequence. Local shards in, local shard out, differentiable."""
 
 import torch
 
@@ -23,21 +23,26 @@ def attention(
     softcap: float | None = None,
     alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of this rank's queries over every key of the sequence that the plan's mask lets them see.
+    """Softmax attention of this rank's queries over all keys of the sequence that the plan's mask shows them.
 
-    q `(B, H, T, D)`, k `(B, K, T, D)`, v `(B, K, T, Dv)` are this rank's slots; the result is `(B, H, T, Dv)` in q's type, 0 for
-    dead slots and queries that see nothing. `group` is a process group or 1-D mesh of `plan.ranks` ranks, or for a route of two
-    levels a 2-D mesh (outer, inner). `scale` defaults to `D ** -0.5`. `kernel` is "auto", "flash3", "cudnn", "sdpa", "flash2",
-    "efficient", "flex" or "reference". `sink (H,)` is a learnable logit per head in every row's denominator; its gradient holds
-    what this rank computed, its rows or its heads, like that of any replicated parameter. `softcap` c makes a score s
-    `c tanh(s / c)`; `alibi (H,)` then takes `alibi[h] |i - j|` off it, i and j counted on the global token axis. On CUDA `flex`
-    takes both and `flash2` a soft-cap; else these run on the reference kernel, slowly.
+    q `(B, H, T, D)`, k `(B, K, T, D)`, v `(B, K, T, Dv)` are this rank's slots. Returns `(B, H, T, Dv)` in q's dtype, 0
+    for padding slots and for queries that see no key.
 
-    Collective: every rank of the group calls it alike, forward and backward, and the ranks compare what they were given. There
-    is no dropout, and the mask is the plan's. Raises `SpecError` before any exchange if the tensors do not fit the plan,
-    `DisagreementError` if ranks differ, `CommError` if a peer is lost (gloo; under NCCL the watchdog ends the process). On CUDA
-    ranks compare the first call of each kind alone: what is wrong with a later one is raised where it is wrong. Else as
-    `scaled_dot_product_attention`, autocast included; differentiable once, in reverse mode.
+    - `group`: a process group or 1-D mesh of `plan.ranks` ranks. A route of two levels also takes a 2-D mesh (outer,
+      inner).
+    - `scale`: default `D ** -0.5`.
+    - `kernel`: "auto", "flash3", "cudnn", "sdpa", "flash2", "efficient", "flex" or "reference".
+    - `sink` `(H,)`: a learnable logit per head in the softmax denominator of every row. Its gradient covers the rows or
+      heads that this rank computed, as for any replicated parameter.
+    - `softcap` c: replaces a score s by `c tanh(s / c)`.
+    - `alibi` `(H,)`: subtracts `alibi[h] |i - j|` from a score after the soft-cap, i and j on the global token axis. On
+      CUDA `flex` supports both and `flash2` a soft-cap. Otherwise the slow reference kernel computes them.
+
+    Collective: every rank of the group makes the same calls, forward and backward. Raises `SpecError` before any
+    exchange if the tensors do not fit the plan, `DisagreementError` if ranks differ, and `CommError` if a peer is lost
+    (gloo; under NCCL the watchdog ends the process). On CUDA, ranks compare only the first call of each kind: a rank
+    with an error in a later call raises alone. Otherwise as `scaled_dot_product_attention`, autocast included, without
+    a mask argument or dropout. Differentiable once, in reverse mode.
     """
     return attend(q, k, v, share_of(plan, group, kernel), scale, sink, softcap, alibi)
 
@@ -52,14 +57,14 @@ def attend(
     softcap: float | None = None,
     alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention` by a rank's share of a plan. Compiled code goes through it, and is the same for all plans."""
+    """`attention` with a rank's share of a plan. Compiled code calls this, so that one graph serves all plans."""
     refuse_transforms(q, k, v, sink)
     q, k, v = autocast_like_sdpa(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if alibi is not None and not isinstance(alibi, torch.Tensor):
         raise SpecError(f"alibi={alibi!r} is not a tensor", hint="give the slopes as torch.tensor([...])")
     if alibi is not None and alibi.requires_grad:
-        raise SpecError("the slopes of ALiBi are constants, and these require a gradient", hint="give alibi.detach()")
+        raise SpecError("alibi requires a gradient; ALiBi slopes are constants", hint="give alibi.detach()")
     out, *_ = attention_forward(q, k, v, sink, alibi, ref, scale, softcap)
     return out
 
@@ -67,9 +72,10 @@ def attend(
 def share_of(
     plan: Plan, group: Group, kernel: str = "auto", name: str = "", agreed: set[str] | None = None
 ) -> ShareRef:
-    """This rank's share of a plan in a group, made once and kept for as long as the plan lives.
+    """Return this rank's share of a plan in a group. The share is made once and cached on the plan.
 
-    `agreed`: the kinds of call that ranks have compared, kept by a caller whose ranks have compared the plan of that `name`.
+    `agreed` holds the kinds of call that the ranks have compared already. Only a caller whose ranks have compared the
+    plan of that `name` may pass it.
     """
     process_group = as_group(group, plan.degrees.levels)
     kept = plan.attachments

@@ -1,4 +1,7 @@
-"""`ContextParallel`: what a model and a training loop hold. One layout for all tensors of a micro-batch, a plan for each mask."""
+"""`ContextParallel`, the object that a model and a training loop hold, and `Sequence`, one micro-batch under it.
+
+All tensors of a micro-batch share one layout. Each mask has a plan of its own over that layout.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,22 +24,26 @@ from longspan.plan import Layout, Mask, Plan
 
 Tensor = torch.Tensor
 
-DEAD = {"labels": IGNORED, "position_ids": -1}
-"""What dead slots hold, by the tensor's name; 0 for every other name."""
+_PADDING = {"labels": IGNORED, "position_ids": -1}
+"""Value in padding slots, by tensor name. Default: 0."""
 
 _PLANS_KEPT = 16
 
 
 class ContextParallel:
-    """Context parallelism over one process group or 1-D mesh axis, or over a 2-D mesh (outer, inner).
+    """Context parallelism over a process group, a 1-D mesh, or a 2-D mesh (outer, inner).
 
-    `layout` is "contiguous", "zigzag", "striped" or "balanced", which is chosen for the masks of each sequence, weighted by
-    `layers`: how many layers use the mask of that name (1 if not told). `route` is one of `longspan.plan.ROUTES` or "auto".
-    `heads` (query heads, KV heads on one rank, after tensor parallelism of degree `tp`) is needed by routes that move heads.
-    `inner` is the inner degree of a route with two levels; a 2-D mesh tells it, and else it is chosen. `comm_dtype` bf16 or
-    fp8 (a torch type or "bf16", "fp8") rounds keys and values for their way. `pad_to_multiple_of` pads each rank's local
-    length with dead slots to a multiple. `costs` is what "auto" weighs routes by. `min_split_tokens`: documents shorter than this
-    are not split by "balanced", though token counts then differ (see `longspan.plan.Costs.min_split_tokens`).
+    - `layout`: "contiguous", "zigzag", "striped" or "balanced". "balanced" is computed from the masks of each sequence.
+    - `route`: a name of `longspan.names.ROUTES`, or "auto" for the cheapest route by `costs`.
+    - `heads`: (query heads, KV heads) on one rank, after tensor parallelism of degree `tp`. For routes that move heads.
+    - `inner`: inner degree of a route of two levels. Default: the inner axis of a 2-D mesh; otherwise chosen.
+    - `comm_dtype`: bf16 or fp8, as a torch dtype or by name, rounds keys and values in flight. Default: none.
+    - `pad_to_multiple_of`: pads each rank's local length with padding slots to a multiple.
+    - `layers`: number of layers that use the mask of each name, the mask's weight in "balanced". Default: 1 each.
+    - `min_split_tokens`: "balanced" splits no shorter document, though token counts then differ between ranks (see
+      `longspan.advise.Costs.min_split_tokens`).
+
+    Raises `SpecError` for options that no sequence could be planned with.
     """
 
     def __init__(
@@ -59,7 +66,7 @@ class ContextParallel:
         if layers and layout != BALANCED:
             raise SpecError(
                 f"layers={layers} are for layout {BALANCED!r}, not {layout!r}",
-                hint=f'set layout="{BALANCED}", or leave them out',
+                hint=f'set layout="{BALANCED}", or leave layers out',
             )
         planner = Planner(
             rank_and_size(group)[1], layout, route, heads, inner, _name_of(comm_dtype), pad_to_multiple_of,
@@ -70,7 +77,7 @@ class ContextParallel:
 
     @classmethod
     def by(cls, group: Group, planner: Planner, kernel: str = "auto") -> "ContextParallel":
-        """Context parallelism over `group` by the choices of a planner, such as the one a run was planned with."""
+        """Build from a `Planner`, such as the one that planned the run, instead of from its options."""
         made = cls.__new__(cls)
         made._start(_group_of(group, planner.route, planner.inner)[0], planner, kernel)
         return made
@@ -79,21 +86,21 @@ class ContextParallel:
         self.group, self.planner, self.kernel = group, planner, check_kernel_name(kernel)
         self.rank, self.size = rank_and_size(group)
         self.agreed: set[str] = set()
-        """Kinds of attention call that the ranks have compared."""
+        """Kinds of attention call that the ranks have compared already."""
         self._planned: dict[tuple[tuple[str, Mask], ...], tuple[Layout, dict[str, Plan]]] = {}
         planner.check()
 
     def __deepcopy__(self, memo: object) -> "ContextParallel":
-        """Itself: what is copied with a model talks over the same group. Plans may be copied and pickled; groups may not."""
+        """Return self, so that a copied model uses the same group: process groups cannot be copied."""
         return self
 
     @contextmanager
     def sequence(self, mask: Mask | Mapping[str, Mask], ids: Tensor | bytes | None = None) -> Iterator["Sequence"]:
-        """Lay out one micro-batch. Collective: the ranks compare layout, masks, route and, if given, the global `ids`
-        (or a digest of the batch).
+        """Lay out one micro-batch and plan its masks. Backward may run after the block has ended.
 
-        `mask` is one mask (then called "full") or several by name, over the same tokens. Raises `DisagreementError` naming the
-        ranks that differ, on all ranks, before anything is exchanged. Backward may run after the block has ended.
+        `mask` is one mask, named "full", or a mapping from names to masks over the same tokens. Collective: the ranks
+        compare layout, masks, route and, if given, `ids` (the global input ids, or a digest of the batch). If ranks
+        differ, all of them raise `DisagreementError`, which names the ranks, before any other exchange.
         """
         problem: Exception | None = None
         what = {"layouts, masks or routes": b"", "token ids": b""}
@@ -104,13 +111,15 @@ class ContextParallel:
                 what["token ids"] = ids.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             elif ids is not None:
                 what["token ids"] = ids
-        except Exception as error:  # whatever it is, the other ranks must hear of it
+        except (
+            Exception
+        ) as error:  # of any type: check_agreement raises on the other ranks too, which would hang otherwise
             problem = error
         check_agreement(self.group, what, problem)
         yield sequence
 
     def plans(self, masks: Mapping[str, Mask]) -> tuple[Layout, dict[str, Plan]]:
-        """The layout and the plan of each mask. The latest are kept, so that masks that come again are not planned again."""
+        """Return the layout and the plan of each mask. Caches the latest 16 results."""
         key = tuple(sorted(masks.items()))
         planned = self._planned.pop(key, None) or self.planner.plans(masks)
         self._planned[key] = planned
@@ -120,12 +129,12 @@ class ContextParallel:
 
 
 def _group_of(mesh_or_group: Group, route: str, inner: int | None) -> tuple[RankGroup | None, int | None]:
-    """The group behind a mesh axis, a mesh of two axes or a group; and the inner degree, which a mesh of two axes gives."""
+    """Return the group of all ranks, and the inner degree. A 2-D mesh sets the degree."""
     if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim == 2:
         if route not in ROUTES or ROUTES[route].heads not in ("inner", "outer"):
             raise SpecError(
                 f"a mesh of 2 axes was given to route {route!r}, which has one level",
-                hint='give one axis, such as mesh["cp"], or a group; or use a route of two levels, such as "usp"',
+                hint='give one axis, such as mesh["cp"], or a group; or set a route of two levels, such as route="usp"',
             )
         inner = mesh_or_group.size(1) if inner is None else inner
         return as_group(mesh_or_group, (mesh_or_group.size() // inner, inner)), inner
@@ -133,39 +142,40 @@ def _group_of(mesh_or_group: Group, route: str, inner: int | None) -> tuple[Rank
     if group is None and dist.is_initialized() and dist.get_world_size() > 1:
         raise SpecError(
             f"no group was given in a world of {dist.get_world_size()} ranks",
-            hint="give dist.group.WORLD, or the mesh's context-parallel axis",
+            hint="give dist.group.WORLD, or the context-parallel axis of the mesh",
         )
     return group, inner
 
 
 def _name_of(comm_dtype: torch.dtype | str | None) -> str | None:
-    """The name of a type that may be given as torch's."""
+    """Return the name of a dtype given as a torch dtype or by name."""
     named = {getattr(torch, torch_name): name for name, torch_name in COMM_DTYPES.items()}
     return named.get(comm_dtype, str(comm_dtype)) if isinstance(comm_dtype, torch.dtype) else comm_dtype
 
 
 class Sequence:
-    """One micro-batch under context parallelism: its layout, its plans, and what is done to its tensors."""
+    """One micro-batch under context parallelism: its layout, its plans, and the operations on its tensors."""
 
     def __init__(self, cp: ContextParallel, masks: Mapping[str, Mask]) -> None:
         lengths = {name: mask.seq_len for name, mask in masks.items()}
         if len(set(lengths.values())) != 1:
             raise SpecError(
-                f"masks over different numbers of tokens: {lengths}", hint="all masks of a batch cover the same tokens"
+                f"masks over different numbers of tokens: {lengths}",
+                hint="make all masks of a batch over the same tokens",
             )
         self.cp = cp
         self.layout, self.plans = cp.plans(masks)
-        # Apart from the plans, which differ from batch to batch: code that is compiled once sees these alone.
+        # Apart from the plans: compiled code reads only the shares, so that it does not guard on a plan of one batch.
         self._shares = {name: share_of(plan, cp.group, cp.kernel, name, cp.agreed) for name, plan in self.plans.items()}
 
     @property
     def staged(self) -> bool:
-        """Whether attention takes a layer's input and works on a few heads at a time: route "upipe"."""
+        """Whether attention projects and computes a few heads at a time from a layer's input: route "upipe"."""
         return any(plan.staged for plan in self.plans.values())
 
     @property
     def digest(self) -> bytes:
-        """What all ranks must agree on."""
+        """Digest of layout, masks and route, which must be equal on all ranks."""
         return b"".join(name.encode() + plan.digest for name, plan in sorted(self.plans.items()))
 
     def attention(
@@ -180,7 +190,7 @@ class Sequence:
         softcap: float | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """`longspan.attention` by the plan of the mask of that name, which may be left out if there is only one."""
+        """Run `longspan.attention` with the plan of the named mask. A single mask need not be named."""
         return attend(q, k, v, self._shares[self._named(mask)], scale, sink, softcap, alibi)
 
     def projected_attention(
@@ -192,7 +202,7 @@ class Sequence:
         mask: str | None = None,
         scale: float | None = None,
     ) -> Tensor:
-        """`longspan.projected_attention`, for the route "upipe", by the plan of the mask of that name."""
+        """Run `longspan.projected_attention` (route "upipe") with the plan of the named mask."""
         return projected_attention(
             x, projections, plan=self.plans[self._named(mask)], group=self.cp.group, heads_per_stage=heads_per_stage,
             scale=scale, kernel=self.cp.kernel,
@@ -203,7 +213,7 @@ class Sequence:
             mask = next(iter(self._shares))
         if mask is None or mask not in self._shares:
             raise SpecError(
-                f"mask {mask!r} is not one of this sequence", hint=f"choose one of {', '.join(self._shares)}"
+                f"mask {mask!r} is not a mask of this sequence", hint=f"choose one of {', '.join(self._shares)}"
             )
         return mask
 
@@ -213,24 +223,25 @@ class Sequence:
     def shard(self, x: Mapping[str, Tensor], dim: int | Mapping[str, int]) -> dict[str, Tensor]: ...
 
     def shard(self, x: Tensor | Mapping[str, Tensor], dim: int | Mapping[str, int]) -> Tensor | dict[str, Tensor]:
-        """This rank's slots of a global tensor, or of each tensor of a mapping: dim `dim` goes from `S` to `T`.
+        """Return this rank's slots of a global tensor, or of each tensor of a mapping: `dim` shrinks from `S` to `T`.
 
-        `dim` may differ by name. Labels must be shifted already: `longspan.data.shift_labels` does it on the global row. In
-        dead slots labels are -100, positions -1, everything else 0. A tensor that was sharded before is refused.
+        `dim` of a mapping may be a mapping too. Shift labels before sharding, with `longspan.data.shift_labels`.
+        Padding slots hold -100 in "labels", -1 in "position_ids" and 0 elsewhere. Raises `SpecError` for a tensor that
+        is already sharded.
         """
         if isinstance(x, Mapping):
             dims = {name: dim if isinstance(dim, int) else dim[name] for name in x}
             return {
-                name: shard(tensor, self.layout, self.cp.rank, dims[name], DEAD.get(name, 0))
+                name: shard(tensor, self.layout, self.cp.rank, dims[name], _PADDING.get(name, 0))
                 for name, tensor in x.items()
             }
         if not isinstance(dim, int):
-            raise SpecError("one tensor has one dim", hint="give dim as an integer")
+            raise SpecError(f"dim={dim!r} for one tensor is not an integer", hint="give dim as an integer")
         return shard(x, self.layout, self.cp.rank, dim)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The global tensor, on every rank, from every rank's slots. Collective, differentiable.
+        """Gather the global tensor on every rank from the slots of all ranks. Collective, differentiable.
 
-        The gradient of the global tensor is taken to be the same on all ranks: each keeps its own slots of it.
+        Backward keeps this rank's slots of the gradient, which must be the same on all ranks.
         """
         return gather(x, self.layout, self.cp.rank, dim, self.cp.group)

@@ -1,4 +1,4 @@
-"""The mask of a packed row, from the lengths of its documents and the parent of each."""
+"""The mask of a packed row, from the lengths and parents of its documents."""
 
 from collections.abc import Sequence
 
@@ -9,11 +9,11 @@ from longspan.plan.mask import Band
 
 
 def documents_mask(lengths: Sequence[int], parents: Sequence[int] = (), window: int | None = None) -> Mask:
-    """Causal within each document, and full from a document to its parent, as `Mask.shared_prefix` is for one prompt.
+    """Return a mask that is causal within each document, and full from a document to its parent.
 
-    `parents[n]` is the document that document n sees as well, or -1; empty: none. A `window` counts positions. Positions of a
-    document and its parent are nearer than their places on the token axis, by the tokens between the two, so the bound of
-    `i - j` is farther by as many.
+    `parents[n]` is the document that document n sees as well, or -1 for none. Default: no document has a parent. One
+    parent of all other documents gives `Mask.shared_prefix`. `window` counts positions, which continue from the
+    parent's end: the tokens between the two on the token axis are added to the bound of `i - j`.
     """
     mask = Mask.documents(lengths, window=window)
     if not parents:

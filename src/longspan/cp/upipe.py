@@ -1,10 +1,10 @@
-"""Untied Ulysses (`upipe`): project, exchange, attend and project back a few heads at a time, forward and backward.
+"""Untied Ulysses (`upipe`, arXiv:2602.21196): project, exchange, attend and project back a few heads at a time.
 
     for each stage:  x -> q of its heads -> exchange -> attention -> exchange back -> output += out Wo[:, its heads]
                        -> k, v at the first stage that needs these KV heads
 
-Queries, keys and values of all heads never exist together: forward keeps only x, and backward makes each stage anew. A stage
-takes its heads' rows of the weights, in the model's own order, so that no weight depends on how the heads are staged.
+Queries, keys and values of all heads never exist at once. Forward saves only x; backward recomputes each stage. A stage
+slices the rows of its heads from the weights, so that the weights keep the model's own head order.
 
     B batch, T slots of this rank, E hidden size, H query heads, K KV heads, D head dim
 """
@@ -39,10 +39,11 @@ Transform = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Projections:
-    """The linear maps round attention, as weights `(out, in)`: q `(H D, E)`, k, v `(K D, E)`, o `(E, H D)`, biases or None.
+    """The linear projections of an attention layer, as weights `(out, in)`.
 
-    `head_dim` is D. `on_q` and `on_k` change some heads `(B, heads, T, D)` at a time, each head alike, before they are
-    exchanged: rotary embedding, norms. `used` are the tensors they use and that want gradients.
+    q `(H D, E)`, k and v `(K D, E)`, o `(E, H D)`; biases are optional. `head_dim` is D. `on_q` and `on_k` are applied
+    to a few heads `(B, heads, T, D)` at a time before the exchange, such as rotary embedding or a norm; they must treat
+    all heads alike. `used` are the tensors inside `on_q` and `on_k` that need gradients.
     """
 
     q: Tensor
@@ -71,19 +72,20 @@ def projected_attention(
 ) -> Tensor:
     """A whole attention layer on this rank's slots, `x (B, T, E)` -> `(B, T, E)`, by a plan of route "upipe".
 
-    `heads_per_stage` query heads are worked on at a time, the same number on each rank; the least that fits if not given,
-    and else `SpecError` lists what does.
-    Differentiable in x, all weights and `used`; backward makes each stage anew, so attention is computed twice. Collective,
-    as `attention` is.
+    `heads_per_stage` is the number of query heads computed at a time, the same on each rank. Default: the smallest
+    valid number. Raises `SpecError`, with the valid numbers, for an invalid one, and as `attention` does.
+    Differentiable in x, all weights and `used`; backward recomputes attention. Collective, as `attention` is.
     """
     if not plan.staged:
         staged = next(name for name, route in ROUTES.items() if route.staged)
-        raise SpecError(f"a plan of route {plan.route!r} was given", hint=f'make it with route="{staged}"')
+        raise SpecError(
+            f"projected_attention was given a plan of route {plan.route!r}", hint=f'make the plan with route="{staged}"'
+        )
     refuse_transforms(x)
     if autocast_like_sdpa(x)[0] is not x:
         raise SpecError(
-            f"route {plan.route!r} under autocast: it runs its projections itself, in the types of x and the weights",
-            hint="turn autocast off for this layer and give x and the weights in the type to compute in",
+            f"route {plan.route!r} was called under autocast; its projections run in the dtypes of x and the weights",
+            hint="disable autocast for this layer, and cast x and the weights to the dtype to compute in",
         )
     ref = share_of(plan, group, kernel)
     scale = projections.head_dim**-0.5 if scale is None else scale
@@ -93,9 +95,9 @@ def projected_attention(
 
 
 class UpipeAttention(nn.Module):
-    """An attention layer that never holds q, k, v of all heads (route "upipe"); parameters as in Hugging Face's Llama.
+    """An attention layer that never holds q, k, v of all heads (route "upipe"). Parameters as in transformers' Llama.
 
-    E hidden size, H query heads, K KV heads, D head dim (E / H if not given)
+    `head_dim` defaults to `hidden_size / num_heads`.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class UpipeAttention(nn.Module):
         if head_dim is None and hidden_size % num_heads:
             raise SpecError(
                 f"hidden_size {hidden_size} is not a multiple of {num_heads} heads",
-                hint="change either, or give head_dim",
+                hint="change one of them, or give head_dim",
             )
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.heads_per_stage = heads_per_stage
@@ -116,7 +118,7 @@ class UpipeAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, bias=False)
 
     def forward(self, x: Tensor, plan: Plan, group: Group = None, rotate: Transform = lambda x: x) -> Tensor:
-        """`x (B, T, E)` -> `(B, T, E)`; `rotate` gives some heads `(B, heads, T, D)` of q or k their positions."""
+        """`x (B, T, E)` -> `(B, T, E)`. `rotate` applies positions to a few heads `(B, heads, T, D)` of q or k."""
         projections = Projections(
             self.q_proj.weight, self.k_proj.weight, self.v_proj.weight, self.o_proj.weight, self.head_dim,
             on_q=rotate, on_k=rotate,
@@ -148,7 +150,7 @@ class _StagedAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         share, stages, scale, projections = ctx.made_of
         x, *tensors = ctx.saved_tensors
-        # The weights that were saved, not those that the record holds: a wrapper may have freed and refilled them.
+        # Use the saved weights, not those in `projections`: FSDP may have freed and gathered the latter again.
         saved = replace(projections, **dict(zip(_WEIGHTS, tensors, strict=False)), used=tuple(tensors[len(_WEIGHTS) :]))
         dx, gradients = _Layer(share, stages, scale, saved, x).backward(dy)
         return (dx, None, None, None, None, *gradients)
@@ -156,7 +158,7 @@ class _StagedAttention(torch.autograd.Function):
 
 @dataclass
 class _Heads:
-    """Some heads of q, k or v on this rank's slots. What a transform made of them stays, to be differentiated."""
+    """A few heads of q, k or v on this rank's slots, with the autograd graph of their transform, if any."""
 
     name: str
     heads: tuple[int, ...]
@@ -166,7 +168,7 @@ class _Heads:
 
 @dataclass
 class _KV:
-    """The KV heads that the stages at hand share: on this rank's slots, and exchanged; and their gradients so far."""
+    """The KV heads that successive stages share: on this rank's slots, exchanged, and their gradients so far."""
 
     local: tuple[_Heads, _Heads]
     exchange: HeadExchange
@@ -208,7 +210,7 @@ class _Layer:
         return result.to(self.x.dtype)
 
     def backward(self, dy: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """d x, and the gradients of the weights, in the order of `_WEIGHTS`, and of `used`."""
+        """Return dx, and the gradients of the weights, in the order of `_WEIGHTS`, and of `used`."""
         D, dtype = self.maps.head_dim, self.x.dtype
         self.dx = torch.zeros_like(self.x, dtype=self.wide)
         weights = {name: getattr(self.maps, name) for name in _WEIGHTS}
@@ -242,7 +244,7 @@ class _Layer:
         return self.dx.to(dtype), [self.sums.get(name) for name in _WEIGHTS] + list(self.used)
 
     def _gather(self, stage: HeadStage, kv: _KV | None, meter: Call) -> tuple[HeadExchange, _Heads, Tensor, _KV]:
-        """All rows of this rank's query heads of a stage; and of the KV heads, those of the stage before if it can be."""
+        """Project and exchange the heads of a stage: all rows of this rank's heads. Reuses `kv` if given."""
         exchange = HeadExchange(stage.share, self.share.work.slots, self.share.work.rows, self.share.group, meter)
         local_q, made_q = self._project("q", stage.query)
         if kv is not None:
@@ -254,7 +256,7 @@ class _Layer:
         return exchange, local_q, q, _KV((local_k, local_v), exchange, (k, v))
 
     def _project(self, name: str, heads: tuple[int, ...]) -> tuple[_Heads, Tensor]:
-        """Some heads, and what goes on from them: `(B, heads, T, D)`."""
+        """Project x to these heads and transform them. Returns the record for backward, and `(B, heads, T, D)`."""
         D, bias = self.maps.head_dim, getattr(self.maps, f"{name}_bias")
         rows = self._weight_rows(name, heads)
         bias = None if bias is None else _take_heads(bias.unflatten(0, (-1, D)), heads).flatten()
@@ -267,13 +269,14 @@ class _Layer:
             made = transform(projected)
         if made.shape != projected.shape or made.dtype != projected.dtype:
             raise SpecError(
-                f"on_{name} (rotate) made {tuple(made.shape)} {made.dtype} of {tuple(projected.shape)} {projected.dtype}",
-                hint="it gives some heads their positions, and leaves shape and type as they are",
+                f"on_{name} (rotate) returned {tuple(made.shape)} {made.dtype} for {tuple(projected.shape)} "
+                f"{projected.dtype}; it must keep shape and dtype",
+                hint="rotate the heads it is given, in their dtype",
             )
         return (_Heads(name, heads) if made is projected else _Heads(name, heads, projected, made)), made.detach()
 
     def _project_back(self, local: _Heads, gradient: Tensor) -> None:
-        """From the gradient of some heads to those of x, of their rows of the weight, and of what the transform uses."""
+        """Add the gradients of x, of the heads' weight rows and of `used`, given the gradient of these heads."""
         D, name = self.maps.head_dim, local.name
         if local.made is not None and local.projected is not None:
             wanted = [local.projected, *self.maps.used]
@@ -290,7 +293,7 @@ class _Layer:
             _add_heads(self.sums[key].unflatten(0, (-1, D)), part.unflatten(0, (-1, D)), local.heads)
 
     def _finish(self, kv: _KV | None) -> None:
-        """Bring the gradients of KV heads home, when no further stage uses them."""
+        """Return the gradients of KV heads to their ranks, after the last stage that uses these heads."""
         if kv is None or kv.gradients is None:
             return
         dtype, replicated = self.x.dtype, kv.exchange.share.replicates
@@ -309,7 +312,7 @@ class _Layer:
         return _take_heads(weight.unflatten(0, (-1, self.maps.head_dim)), heads).flatten(0, 1)
 
     def _columns(self, stage: HeadStage) -> Tensor:
-        """The columns of the output projection that belong to a stage: `(E, heads D)`."""
+        """Columns of the output projection for the heads of a stage: `(E, heads D)`."""
         return _take_heads(self.maps.o.unflatten(1, (-1, self.maps.head_dim)), stage.query, dim=1).flatten(1, 2)
 
     @contextmanager
@@ -330,7 +333,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Heads that follow each other, as first head and number: to index by a list would wait for the device."""
+    """Yield runs of consecutive heads as (first head, count). Indexing a CUDA tensor by a list would synchronise."""
     start = 0
     for place in range(1, len(heads) + 1):
         if place == len(heads) or heads[place] != heads[place - 1] + 1:
@@ -339,13 +342,13 @@ def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _take_heads(x: Tensor, heads: Sequence[int], dim: int = 0) -> Tensor:
-    """These heads of `x`, one after the other in `dim`; a view where they follow each other."""
+    """Select heads of `x` along `dim`. A view if the heads are consecutive."""
     parts = [x.narrow(dim, first, number) for first, number in _runs(heads)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _add_heads(total: Tensor, x: Tensor, heads: Sequence[int], dim: int = 0) -> None:
-    """Add `x`, these heads one after the other in `dim`, to theirs in `total`."""
+    """Add `x`, which holds these heads along `dim`, to the same heads of `total`."""
     place = 0
     for first, number in _runs(heads):
         total.narrow(dim, first, number).add_(x.narrow(dim, place, number))
@@ -353,7 +356,7 @@ def _add_heads(total: Tensor, x: Tensor, heads: Sequence[int], dim: int = 0) -> 
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """`total (B, T, E) += a (B, T, n) @ b (n, E)`, in place where the types allow."""
+    """Compute `total (B, T, E) += a (B, T, n) @ b (n, E)`, without a temporary if the dtypes are equal."""
     if total.dtype == a.dtype:
         _rows(total).addmm_(_rows(a), b)
     else:
@@ -363,7 +366,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _check(
     ref: ShareRef, x: Tensor, heads_per_stage: int | None, scale: float, projections: Projections
 ) -> tuple[HeadStage, ...]:
-    """The stages; or the same error on all ranks."""
+    """Return the stages, or raise on all ranks."""
     share, problem = ref.share, None
     stages: tuple[HeadStage, ...] = ()
     try:
@@ -381,7 +384,7 @@ def _check_shapes(share: Share, x: Tensor, maps: Projections) -> None:
     if x.ndim != 3 or x.shape[1] != share.work.slots:
         raise SpecError(
             f"x {tuple(x.shape)}: rank {share.work.rank} of the plan holds {share.work.slots} of {share.seq_len} tokens",
-            hint="give (batch, slots, hidden_size), sharded by the plan's layout",
+            hint="give x as (batch, slots, hidden_size), sharded by the plan's layout",
         )
     (num_q, num_kv), D, E = share.heads, maps.head_dim, x.shape[2]
     right = {"q": (num_q * D, E), "k": (num_kv * D, E), "v": (num_kv * D, E), "o": (maps.o.shape[0], num_q * D)}
@@ -390,5 +393,5 @@ def _check_shapes(share: Share, x: Tensor, maps: Projections) -> None:
         if tuple(weight.shape) != shape or weight.dtype != x.dtype or weight.device != x.device:
             raise SpecError(
                 f"projection {name} is {tuple(weight.shape)} {weight.dtype} on {weight.device}; {num_q} query and {num_kv} "
-                f"KV heads of {D} on x {tuple(x.shape)} {x.dtype} on {x.device} need {shape} of the same type and place"
+                f"KV heads of dim {D} and x {tuple(x.shape)} need {shape} {x.dtype} on {x.device}"
             )

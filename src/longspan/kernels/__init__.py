@@ -1,1 +1,1 @@
-"""Attention kernels: each computes tiles on one device and has no knowledge of groups or plans."""
+"""Attention kernels: each computes tiles on one device, without groups or plans."""

@@ -1,4 +1,4 @@
-"""What a CUDA device is, as far as attention kernels differ by it; tests put another device in here."""
+"""Compute capability of a CUDA device, as kernels distinguish devices. Tests replace it to simulate other devices."""
 
 import torch
 
@@ -6,6 +6,6 @@ AMPERE, HOPPER, BLACKWELL = 8, 9, 10
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability, `(9, 0)` of an H100. AMD's devices have version numbers of their own: they count as Ampere, which has
-    no kernel that is Hopper's alone."""
+    """Return the compute capability, such as `(9, 0)` for an H100. AMD devices number theirs differently and count as
+    Ampere, so that no kernel for Hopper alone is chosen."""
     return torch.cuda.get_device_capability(device) if torch.version.hip is None else (AMPERE, 0)

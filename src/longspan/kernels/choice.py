@@ -1,4 +1,4 @@
-"""The kernels by name, and the choice between them."""
+"""The kernels by name, and the choice among them."""
 
 import torch
 
@@ -24,34 +24,34 @@ _MADE: tuple[Kernel, ...] = (
     ReferenceKernel(),
 )  # fmt: skip
 KERNELS: dict[str, Kernel] = dict(zip(names.KERNELS, _MADE, strict=True))
-"""In the order in which "auto" tries them: the fastest first."""
+"""Kernels in the order in which "auto" tries them, fastest first."""
 
 _CUDNN = 91501
-"""cuDNN 9.15.1, from which on torch prefers cuDNN attention on Hopper and Blackwell (some of it: H100, B200)."""
+"""cuDNN 9.15.1, the oldest version with which torch itself prefers cuDNN attention on H100 and B200."""
 
 
 def check_kernel_name(name: str) -> str:
-    """`name` if it is "auto" or a kernel's, else an error."""
+    """Return `name` if it is "auto" or the name of a kernel. Raises `SpecError` otherwise."""
     return check_name("kernel", name, (AUTO, *KERNELS))
 
 
 def choose_kernel(
     name: str, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None, regular: bool = False
 ) -> Kernel:
-    """The kernel of that name, or for "auto" the first that can compute these tensors. `regular`: the tiles are those for which
-    cuDNN is fast (`masked.are_regular`)."""
+    """Return the named kernel, or for "auto" the first that can compute these tensors. Raises `SpecError` if the named
+    kernel cannot. `regular`: whether the tiles suit cuDNN (`masked.are_regular`)."""
     if name == AUTO:
         name, _ = choose_auto(q, k, v, change, regular)
     kernel = KERNELS[check_kernel_name(name)]
     if (reason := kernel.refusal(q, k, v, change)) is not None:
-        raise SpecError(f"kernel {kernel.name!r} cannot compute this: {reason}", hint='use kernel="auto"')
+        raise SpecError(f"kernel {kernel.name!r} cannot compute this call: {reason}", hint='set kernel="auto"')
     return kernel
 
 
 def choose_auto(
     q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None, regular: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """The kernel that "auto" takes, "reference" if none can; and why not each one that it would rather take."""
+    """Return the kernel that "auto" takes, and the reason against each kernel before it. Falls back to "reference"."""
     passed_over: dict[str, str] = {}
     for name, kernel in KERNELS.items():
         reason = kernel.refusal(q, k, v, change) or _reason_to_pass(name, q.device, change, regular)
@@ -62,13 +62,13 @@ def choose_auto(
 
 
 def _reason_to_pass(name: str, device: torch.device, change: ScoreChange | None, regular: bool) -> str | None:
-    """Why "auto" leaves out a kernel that could compute a call, or None."""
+    """Return why "auto" passes over a kernel that could compute the call, or None."""
     if name == "flex" and change is None:
-        return "FlexAttention compiles dozens of graphs: it is for soft-caps and ALiBi"
+        return "FlexAttention compiles dozens of graphs, which pays only for soft-caps and ALiBi"
     if name != "cudnn":
         return None
     if capability(device)[0] not in (HOPPER, BLACKWELL):
-        return "cuDNN attention is faster than flash attention on Hopper and Blackwell alone"
+        return "cuDNN attention is faster than flash attention only on Hopper and Blackwell"
     if (torch.backends.cudnn.version() or 0) < _CUDNN:
         return f"cuDNN {torch.backends.cudnn.version()} is older than {_CUDNN}"
-    return None if regular else "cuDNN attention is for plans of full and causal tiles whose sides 128 divides"
+    return None if regular else "cuDNN attention suits plans of full and causal tiles whose sides are multiples of 128"

@@ -1,8 +1,8 @@
-"""PyTorch's cuDNN attention on CUDA, with its log-sum-exp: private aten operators, kept in this one file.
+"""PyTorch's cuDNN attention on CUDA, with its log-sum-exp, by private aten operators that only this file calls.
 
-Full, causal for square tiles, or an additive mask, as the operator on CPU; so tiles are cut alike. It has not run here (no GPU
-was at hand): tests call it through a stand-in with its schema. "auto" chooses it on Hopper and Blackwell, where it is faster than
-FlashAttention-2, for plans whose tiles need no mask.
+Modes: full, causal for square tiles, or an additive mask. Tiles are split as for the CPU operator, which has the same
+modes. "auto" chooses cuDNN on Hopper and Blackwell, where it is faster than FlashAttention-2, for plans whose tiles
+need no mask. Not run on a GPU yet; tests use a stand-in with its schema.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 
 class CudnnKernel:
-    """`_scaled_dot_product_cudnn_attention` and its backward; grouped heads as they are."""
+    """`_scaled_dot_product_cudnn_attention` and its backward. Takes grouped heads."""
 
     name = "cudnn"
 
@@ -49,7 +49,7 @@ class CudnnKernel:
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = saved
         causal, bias = mode_of(shapes[0], q.dtype, q.device)
-        # Without dropout the random state is not read, but the operator wants its two tensors.
+        # The operator requires the two tensors of random state, though it reads them only for dropout.
         unused = torch.zeros((), dtype=torch.int64, device=q.device)
         grads: tuple[Tensor, Tensor, Tensor] = aten._scaled_dot_product_cudnn_attention_backward(
             dout, q, k, v, out, lse[..., None].contiguous(), unused, unused, bias, None, None,

@@ -1,4 +1,4 @@
-"""PyTorch's memory-efficient attention on CUDA: private aten operators, kept in this one file.
+"""PyTorch's memory-efficient attention on CUDA, by private aten operators that only this file calls.
 
     mask type 0    every pair            1    causal from the top left        2    causal from the bottom right
 
@@ -6,12 +6,14 @@
     # # . .     the last 2 keys          # # . .         # # # # .                   . # #     reverse order, then type 1
     # # # .     of each row              . # # .         # # # # #                   . . #     or 2
 
-The kernel for fp32, and where flash attention refuses: K and V dims that differ, devices before Ampere. Facts from
-kernel_forward.h and kernel_backward.h, which torch ships: lse is padded to a multiple of 32 rows, with inf in backward; every row
-begins on 16 bytes; of several sequences lse is `(sequences, H, rows of the longest)`; backward takes `out` for contiguous; its
-window counts from the top left, with type 2 too, so windows go with type 1 alone. Heads are not grouped: those of K and V are
-repeated, and their gradients summed in fp32. Backward adds atomically, in any order, unless torch's deterministic algorithms are
-on. It has not run on a GPU (none was at hand): tests call it through a stand-in with its schema.
+The kernel for fp32, for K and V dims that differ, and for devices before Ampere. K and V heads are repeated for grouped
+queries, and their gradients summed in fp32. Backward adds atomically, in any order, unless torch's deterministic
+algorithms are on. Not run on a GPU yet; tests use a stand-in with its schema. From torch's kernel_forward.h and
+kernel_backward.h:
+
+- lse is padded to a multiple of 32 rows, with inf in backward; for several sequences `(sequences, H, longest)`.
+- Every row starts at a multiple of 16 bytes. Backward assumes that `out` is contiguous.
+- The window of backward counts from the top left even for type 2, so that windows are used with type 1 only.
 """
 
 from collections.abc import Sequence
@@ -38,7 +40,7 @@ _INT32 = 2**31 - 1
 
 
 class Mode(NamedTuple):
-    """How the operator shows a band: the type of its mask, keys of a window, whether rows and keys go in reverse order."""
+    """Operator arguments for a band: mask type, window size in keys, and whether rows and keys are reversed."""
 
     mask: int
     window: int | None = None
@@ -54,11 +56,11 @@ class EfficientKernel:
         if q.device.type != "cuda" or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"memory-efficient attention takes fp32, bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
         if change is not None:
-            return "memory-efficient attention takes scores as they are: no soft-cap, no ALiBi"
+            return "memory-efficient attention has no soft-cap and no ALiBi"
         unit = _ROW_BYTES // q.dtype.itemsize
         if k.shape[3] % unit or v.shape[3] % unit:
             return (
-                f"memory-efficient attention takes head dims that {unit} divides in {q.dtype}, "
+                f"memory-efficient attention takes head dims that are multiples of {unit} in {q.dtype}, "
                 f"not {k.shape[3]} and {v.shape[3]}"
             )
         if q.dtype == torch.bfloat16 and capability(q.device)[0] < AMPERE:
@@ -69,7 +71,7 @@ class EfficientKernel:
         return _split(tile)
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        # Rows are padded to the longest of a call, so that tiles of one call are about as long.
+        # Rows are padded to the longest tile of a call, so join only tiles of similar length.
         short, long = sorted((first.num_q, second.num_q))
         return long <= max(2 * short, _LSE_ROWS) and _shows(_mode(first), second)
 
@@ -89,7 +91,7 @@ class EfficientKernel:
         dout, q, k, v, out, lse = saved
         mode, shapes, group = _mode(shapes[0]), tuple(shapes), q.shape[1] // k.shape[1]
         of_q, of_k, most_q, most_k = sequences(shapes, q.device)
-        # Without dropout the random state is not read, but the operator wants its two tensors.
+        # The operator requires the two tensors of random state, though it reads them only for dropout.
         unused = torch.empty((), dtype=torch.int64, device=q.device)
         dq, dk, dv, _ = aten._efficient_attention_backward(
             _rows_first(dout, mode), _rows_first(q, mode), _rows_first(k, mode, group), _rows_first(v, mode, group), None,
@@ -106,12 +108,12 @@ def _mode(shape: Shape) -> Mode:
 
 
 def _find_mode(shape: Shape) -> Mode | None:
-    """None for a band that has to be split."""
+    """Return the mode of a band, or None if the band must be split."""
     num_q, num_k, lo, hi = shape
     if not shape.has_lo:
         if not shape.has_hi:
             return Mode(_FULL)
-        # Row i and key j become num_q - 1 - i and num_k - 1 - j, so the upper bound of i - j becomes a lower one.
+        # Reversed, row i is num_q - 1 - i and key j is num_k - 1 - j: the upper bound of i - j becomes a lower one.
         turned = _find_mode(Shape(num_q, num_k, num_q - num_k - hi, num_q))
         return None if turned is None else turned._replace(turned=True)
     if lo == 0:
@@ -120,7 +122,7 @@ def _find_mode(shape: Shape) -> Mode | None:
 
 
 def _shows(mode: Mode, shape: Shape) -> bool:
-    """Whether a call in that mode shows exactly the pairs of one more tile. Turned, sequences would change places."""
+    """Whether `mode` covers exactly the pairs of one more tile. Turned calls take one: sequences would swap."""
     num_q, num_k, lo, hi = shape
     if mode.turned:
         return False
@@ -134,7 +136,7 @@ def _shows(mode: Mode, shape: Shape) -> bool:
 
 
 def _split(tile: Tile) -> Sequence[Tile]:
-    """Keys before and behind the lower edge of the first row; and rows before and behind the last that sees the first key.
+    """Split a band into tiles that have modes: at the first row's lower edge, or at the last row that sees key 0.
 
     # # | # . .       # # | # . .        # # # #
     # # | # # .       . # | # # .        # # # #
@@ -152,25 +154,25 @@ def _split(tile: Tile) -> Sequence[Tile]:
 
 
 def _rows_first(x: Tensor, mode: Mode, group: int = 1) -> Tensor:
-    """`(B, K, T, D)` -> `(B, T, K group, D)`, as the kernels read it."""
+    """`(B, K, T, D)` -> `(B, T, K group, D)`, the operator's layout, with aligned rows."""
     x = (x if group == 1 else x.repeat_interleave(group, dim=1)).transpose(1, 2)
     x = x.flip(1) if mode.turned else x
     unit = _ROW_BYTES // x.element_size()
     even = x.storage_offset() % unit == 0 and all(stride % unit == 0 for stride in x.stride()[:3])
-    # Kernels reckon where a head begins in 32 bits.
+    # The kernels compute the offset of a head in 32 bits.
     near = x.shape[2] * x.stride(2) <= _INT32
     return x if even and near else x.clone(memory_format=torch.contiguous_format)
 
 
 def _heads_first(x: Tensor, mode: Mode, group: int = 1) -> Tensor:
-    """`(B, T, K group, D)` -> `(B, K, T, D)`, heads of a group summed in at least fp32."""
+    """`(B, T, K group, D)` -> `(B, K, T, D)`, summed over each group in at least fp32."""
     if group > 1:
         x = x.unflatten(2, (-1, group)).sum(3, dtype=torch.promote_types(x.dtype, torch.float32))
     return (x.flip(1) if mode.turned else x).transpose(1, 2)
 
 
 def _lse_of_rows(lse: Tensor, shapes: tuple[Shape, ...], mode: Mode) -> Tensor:
-    """`(B, H, rows)`, or `(sequences, H, rows)` of the longest, padded -> `(B, H, T)`."""
+    """Padded lse `(B, H, rows)`, or `(sequences, H, rows of the longest)` -> `(B, H, T)`."""
     if len(shapes) > 1:
         return lse.transpose(0, 1).flatten(1)[None, :, _places(shapes, lse.device)]
     lse = lse[:, :, : shapes[0].num_q]
@@ -178,7 +180,7 @@ def _lse_of_rows(lse: Tensor, shapes: tuple[Shape, ...], mode: Mode) -> Tensor:
 
 
 def _padded_lse(lse: Tensor, shapes: tuple[Shape, ...], mode: Mode) -> Tensor:
-    """The other way, contiguous; padding is inf, for which a kernel need not look where the rows end."""
+    """Invert `_lse_of_rows`, contiguous. Padding is inf: weights of padded rows become 0."""
     B, H, rows = lse.shape
     if len(shapes) > 1:
         padded = lse.new_full((H, len(shapes) * _longest(shapes)), _INF)
@@ -195,7 +197,7 @@ def _longest(shapes: Sequence[Shape]) -> int:
 
 @lru_cache(maxsize=256)
 def _places(shapes: tuple[Shape, ...], device: torch.device) -> Tensor:
-    """Where the rows of each sequence lie in those padded to the longest, one sequence after the other."""
+    """Return the indices of all rows in the concatenation of sequences padded to the longest."""
     longest = _longest(shapes)
     places = torch.cat([n * longest + torch.arange(shape.num_q) for n, shape in enumerate(shapes)])
     return upload(places, device)

@@ -1,7 +1,7 @@
-"""The package flash-attn 2, where it is installed: its kernels take a soft-cap, which PyTorch's own copy does not.
+"""The flash-attn 2 package, if installed. Its kernels have a soft-cap, which PyTorch's copy lacks.
 
-Called below its autograd functions, since backward needs the `out` and `lse` of all keys: `flash_attn.flash_attn_interface`,
-2.7 or later. It has not run here (no GPU was at hand): tests call it through a stand-in with its signatures.
+Calls `flash_attn.flash_attn_interface` (2.7 or later) below its autograd functions, since backward takes the `out` and
+`lse` over all keys. Not run on a GPU yet; tests use a stand-in with its signatures.
 """
 
 from collections.abc import Sequence
@@ -32,19 +32,19 @@ _OLDEST = (2, 7)
 
 
 class FlashAttention2Kernel:
-    """flash-attn's CUDA kernels: bands as windows, tiles that follow each other as sequences of one call, soft-caps."""
+    """flash-attn's CUDA kernels: bands as windows, successive tiles as sequences of one call, soft-caps."""
 
     name = "flash2"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
         if change is not None and change.slopes is not None:
-            return "flash-attn counts ALiBi's distances within a tile, not on the token axis"
+            return "flash-attn computes ALiBi distances within a tile, not on the token axis"
         if (reason := flash_refusal("flash-attn", q, k, v, change=None)) is not None:
             return reason
         if (missing := _missing()) is not None:
             return missing
         if capability(q.device)[0] < AMPERE:
-            return "flash-attn begins with Ampere (compute capability 8.0)"
+            return "flash-attn needs Ampere or later (compute capability 8.0)"
         return None
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
@@ -92,11 +92,11 @@ def _options(shapes: Sequence[Shape], scale: float, change: ScoreChange | None) 
 
 @lru_cache(maxsize=1)
 def _missing() -> str | None:
-    """Why the package cannot be used, or None."""
+    """Return why the package cannot be used, or None."""
     try:
         found = version("flash-attn")
     except PackageNotFoundError:
-        return "the package flash-attn is not installed"
+        return "the flash-attn package is not installed"
     if tuple(int(part) for part in found.split(".")[:2]) < _OLDEST:
         return f"flash-attn {found} is older than {'.'.join(map(str, _OLDEST))}"
     return None

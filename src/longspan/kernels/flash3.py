@@ -1,8 +1,8 @@
-"""FlashAttention-3 on Hopper, where its package (flash_attn_3) is installed: bands and several sequences as FlashAttention-2.
+"""FlashAttention-3 on Hopper, if its package (flash_attn_3) is installed. Bands and sequences as for FlashAttention-2.
 
-Called by torch's own adapter of it, `torch.nn.attention._fa3`, below the registration that `activate_flash_attention_impl("FA3")`
-makes: what a program's own `scaled_dot_product_attention` runs stays as it is. The adapter's functions have the signatures of
-aten's flash operators. It has not run here (no GPU was at hand): tests call it through a stand-in with those signatures.
+Calls torch's adapter `torch.nn.attention._fa3` directly, without `activate_flash_attention_impl("FA3")`, so that the
+program's own `scaled_dot_product_attention` is not changed. The adapter has the signatures of aten's flash operators.
+Not run on a GPU yet; tests use a stand-in with those signatures.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 
 _MODULE = "flash_attn_interface"
-"""The package's module, beside its extension `flash_attn_3`."""
+"""Python module of the package, next to its extension `flash_attn_3`."""
 _DETERMINISTIC_DIM = 192
-"""Of greater head dims its backward has no deterministic form."""
+"""Largest head dim with a deterministic backward."""
 
 
 class FlashAttention3Kernel:
-    """FlashAttention-3's kernels, which need a Hopper (compute capability 9)."""
+    """FlashAttention-3's kernels, for Hopper (compute capability 9) only."""
 
     name = "flash3"
 
@@ -36,7 +36,7 @@ class FlashAttention3Kernel:
         if (reason := flash_refusal("FlashAttention-3", q, k, v, change)) is not None:
             return reason
         if capability(q.device)[0] != HOPPER:
-            return "FlashAttention-3 runs on Hopper (compute capability 9) alone"
+            return "FlashAttention-3 runs only on Hopper (compute capability 9)"
         if (missing := _missing()) is not None:
             return missing
         if q.shape[3] > _DETERMINISTIC_DIM and torch.are_deterministic_algorithms_enabled():
@@ -62,16 +62,16 @@ class FlashAttention3Kernel:
 
 @lru_cache(maxsize=1)
 def _missing() -> str | None:
-    """Why the package cannot be used, or None."""
+    """Return why the package cannot be used, or None."""
     if find_spec(_MODULE) is None or find_spec("flash_attn_3") is None:
-        return "the package flash_attn_3 is not installed"
+        return "the flash_attn_3 package is not installed"
     try:
         _fa3._fa3_import_module(_MODULE)
     except (ImportError, OSError, RuntimeError) as error:
-        return f"the package flash_attn_3 does not load: {str(error).splitlines()[0]}"
+        return f"the flash_attn_3 package does not load: {str(error).splitlines()[0]}"
     return None
 
 
 def _operators() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Forward and backward; `refusal` has loaded the package."""
+    """Return the forward and backward operators. `refusal` must have loaded the package."""
     return _fa3._fa3_flash_attention_forward_impl_default, _fa3._fa3_flash_attention_backward_impl

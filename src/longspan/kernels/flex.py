@@ -1,11 +1,11 @@
-"""PyTorch's FlexAttention: soft-cap and ALiBi inside fused kernels on CUDA, forward and backward, by its public call.
+"""PyTorch's FlexAttention, by its public API: soft-cap and ALiBi in fused CUDA kernels, forward and backward.
 
-That call takes no final `out` and `lse`. Backward computes a tile once more, and differentiates the tile's own out_i and lse_i
-by what they do to the final ones: out = sum of w_i out_i, lse = log of the sum of exp(lse_i), w_i = exp(lse_i - lse), so
+Its backward does not take the final `out` and `lse`. So our backward recomputes the tile's own out_i and lse_i, and
+gives them the gradients that follow from out = sum w_i out_i, lse = log sum exp(lse_i), w_i = exp(lse_i - lse):
 
     d out_i = w_i dout        d lse_i = w_i dout . (out_i - out)
 
-It has not run on a GPU (none was at hand): tests call it through a stand-in, and through FlexAttention's plain math on CPU.
+Not run on a GPU yet; tests use a stand-in, and FlexAttention's plain math on CPU.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,12 +26,12 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 
 _BLOCK = 128
-"""Rows and keys of a block, which is skipped, computed whole or computed under the mask: what FlexAttention is tuned for."""
+"""Rows and keys of a block, which is skipped, computed whole or masked. FlexAttention is tuned for 128."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
 class FlexKernel:
-    """`flex_attention`: any band, tiles that follow each other in one call, soft-caps, ALiBi, K and V dims of their own."""
+    """`flex_attention`: any band, several tiles in one call, soft-caps, ALiBi, K and V dims that may differ."""
 
     name = "flex"
 
@@ -39,7 +39,7 @@ class FlexKernel:
         if q.device.type != "cuda" or q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"FlexAttention has a backward for fp32, bf16 and fp16 on cuda, not for {q.dtype} on {q.device.type}"
         if not _HAS_TRITON:
-            return "FlexAttention is compiled by the package triton, which is not installed"
+            return "FlexAttention needs the triton package, which is not installed"
         if not all(16 <= x.shape[3] <= 256 for x in (k, v)):
             return f"FlexAttention takes head dims from 16 to 256, not {k.shape[3]} and {v.shape[3]}"
         return None
@@ -53,14 +53,14 @@ class FlexKernel:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False), torch.no_grad():  # what is kept of this call serves backward too
+        with torch.inference_mode(False), torch.no_grad():  # tensors cached by this call are used in backward too
             return _attend(_alike(q, k, v), shapes, scale, change)
 
     def backward(
         self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = saved
-        # Operators run below autograd, where `enable_grad` alone records nothing; to leave inference mode puts autograd back.
+        # Operators run below autograd, which leaving inference mode restores; `enable_grad` alone records nothing.
         with torch.inference_mode(False), torch.enable_grad():
             qkv = [x.requires_grad_() for x in _alike(q, k, v)]
             own = _attend(qkv, shapes, scale, change)
@@ -69,15 +69,15 @@ class FlexKernel:
 
 
 def _alike(*tensors: Tensor) -> list[Tensor]:
-    """Apart from the caller's graph, and contiguous: what differs in strides alone would be compiled anew."""
+    """Detach the tensors and make them contiguous: other strides would recompile."""
     return [x.detach().contiguous() for x in tensors]
 
 
 def _attend(
     qkv: Sequence[Tensor], shapes: Sequence[Shape], scale: float, change: ScoreChange | None
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse, a natural logarithm, of these tiles."""
-    # Of the other backends the one for few rows is one more to compile, and the one of flash-attn cannot differentiate lse.
+    """Return out and lse (natural logarithm) of these tiles."""
+    # Backend TRITON_DECODE, for few rows, would be one more to compile; FLASH cannot differentiate lse.
     out, aux = _compiled()(
         *qkv, change and _score_mod(change, qkv[0]), _block_mask(tuple(shapes), qkv[0].device), scale, enable_gqa=True,
         kernel_options={"BACKEND": "TRITON"}, return_aux=AuxRequest(lse=True),
@@ -86,14 +86,14 @@ def _attend(
 
 
 def _cotangents(dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """d out_i and d lse_i; the latter of the former as it was rounded, for they meet again in the derivative of a score,
-    `d out_i . (v - out_i) + d lse_i = d out_i . (v - out)`."""
+    """Return d out_i and d lse_i. The latter is computed from the rounded former, so that rounding cancels in the
+    derivative of a score, `d out_i . (v - out_i) + d lse_i = d out_i . (v - out)`."""
     own_dout = (torch.exp(own_lse - lse).unsqueeze(-1) * dout).to(own_out.dtype)
     return own_dout, (own_dout * (own_out.to(lse.dtype) - out)).sum(-1)
 
 
 def _score_mod(change: ScoreChange, q: Tensor) -> Callable[..., Tensor]:
-    """The change of one score. What it reads are tensors: another cap, or other places, then compile nothing anew."""
+    """Return the score_mod. Its parameters are tensors, so that another cap or other places do not recompile."""
     wide = torch.promote_types(q.dtype, torch.float32)
     cap = slopes = rows = keys = None
     if change.softcap is not None:
@@ -115,10 +115,11 @@ def _score_mod(change: ScoreChange, q: Tensor) -> Callable[..., Tensor]:
 
 @lru_cache(maxsize=64)
 def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
-    """Tiles that follow each other as a mask of blocks, from their bands: `create_block_mask` would write down every pair.
+    """Build the block mask of successive tiles from their bands: `create_block_mask` would materialise every pair.
 
-    A row sees the keys `first` to `last`; from row to row neither goes back, and together the rows leave no key out. So a block
-    is seen if the keys of all its rows reach it, and whole if those of its first and those of its last row cover it.
+    A row sees keys `first` to `last`. Both are non-decreasing over rows, and the rows together see every key. So a
+    block is visible if the keys of its first to last row reach it, and whole if its first and its last row see all its
+    keys.
     """
     starts = list(accumulate((shape.num_k for shape in shapes), initial=0))
     tiles = [(start + np.arange(tile.num_q), tile, start) for tile, start in zip(shapes, starts[:-1], strict=True)]
@@ -129,10 +130,10 @@ def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
     bottom, right = (np.minimum(x + _BLOCK, length) - 1 for x, length in zip((top, left), lengths, strict=True))
     seen = (first[top] <= right.T) & (last[bottom] >= left.T)
     whole = (first[bottom] <= left.T) & (last[top] >= right.T)
-    whole &= (bottom - top == _BLOCK - 1) & (right - left == _BLOCK - 1).T  # a short block is none
+    whole &= (bottom - top == _BLOCK - 1) & (right - left == _BLOCK - 1).T  # a short block needs the mask
     part, lists = seen & ~whole, dict[str, Any]()
     for name, blocks in {"kv": part, "full_kv": whole, "q": part.T, "full_q": whole.T}.items():
-        order = np.argsort(~blocks, axis=1, kind="stable")  # of each row first the columns that count
+        order = np.argsort(~blocks, axis=1, kind="stable")  # in each row, columns of the listed blocks first
         lists[f"{name}_num_blocks"], lists[f"{name}_indices"] = (
             upload(torch.from_numpy(x.astype(np.int32, order="C")), device)[None, None] for x in (blocks.sum(1), order)
         )
@@ -146,12 +147,12 @@ def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
 
 @lru_cache(maxsize=2)
 def _compiled(backend: str = "inductor") -> Callable[..., Any]:
-    """`flex_attention` compiled, once for all calls: uncompiled, it makes every score of every head.
+    """Return compiled `flex_attention`, one for all calls. Uncompiled, it materialises the scores of all heads.
 
-    A graph serves one length, and from the second on all: `dynamic=True` would save the first, and make the scale a variable.
-    Forward and backward, types, heads, changes of scores, and lengths of 1, of one block and of more make some dozens. Beyond
-    the limit a call raises: without `fullgraph` it would go on uncompiled, and not say so. They are kept apart from those of
-    the user's own `flex_attention`, of which they would use up the limit.
+    The first graph is for one length, the second for any: `dynamic=True` would save the first, but make the scale a
+    variable. Phases, dtypes, heads, score changes, and lengths of 1, of one block and of more make some dozens of
+    graphs, hence the higher limit. `fullgraph` makes a call beyond the limit raise instead of silently running
+    uncompiled. `isolate_recompiles` keeps these graphs from using up the limit of the user's own `flex_attention`.
     """
     return torch.compile(  # type: ignore[call-overload]
         flex_attention, fullgraph=True, backend=backend, recompile_limit=128, isolate_recompiles=True

@@ -1,5 +1,6 @@
-"""Tiles for operators that know full, causal for square tiles, and an additive mask, which costs: aten's flash attention on CPU,
-cuDNN's on CUDA. Sizes are those that measured best on CPU.
+"""Splits tiles for operators with three modes: full, causal for square tiles, and a costly additive mask.
+
+These are aten's flash attention on CPU and cuDNN's on CUDA. The sizes below measured best on CPU.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,20 +14,20 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 
 _BAND_ROWS = 64
-"""Forward computes so many rows of a band at a time, by a mask."""
+"""Rows of a band that forward computes at a time with a mask."""
 _BAND_COLUMNS = {8: 128, 4: 128, 2: 256}
-"""Backward computes so many keys of a band at a time, by the bytes of an element."""
+"""Keys of a band that backward computes at a time, by itemsize."""
 _MASKED = 2048
-"""What is masked is at most so long: of longer parts only the ends are."""
+"""Longest part that is masked whole. Longer parts are masked at their ends only."""
 _SIDE = 128
-"""Divides the sides of tiles that are regular."""
+"""Divisor of the sides of regular tiles."""
 _LEAF, _HALVED = 128, 1024
-"""In backward, triangles of up to `_HALVED` rows are cut until they have `_LEAF` or fewer."""
+"""In backward, triangles of up to `_HALVED` rows are halved until they have `_LEAF` or fewer."""
 
 
 def are_regular(tiles: Iterable[Tile]) -> bool:
-    """Whether all are full, or causal and square, with sides that 128 divides. Such shapes are a layout's and return with every
-    batch; those of documents do not, and cuDNN builds a graph for each new one."""
+    """Whether all tiles are full, or causal and square, with sides that are multiples of 128. Such shapes recur in
+    every batch, unlike those of documents; cuDNN builds a graph for each new shape."""
     return all(
         tile.shape.num_q % _SIDE == tile.shape.num_k % _SIDE == 0 and causal_of(tile.shape) is not None
         for tile in tiles
@@ -34,13 +35,13 @@ def are_regular(tiles: Iterable[Tile]) -> bool:
 
 
 def split_by_modes(tile: Tile, dtype: torch.dtype, backward: bool) -> Sequence[Tile]:
-    """Into rectangles and lower triangles, for which the operator has modes; the rest goes by masks, as little as can be.
+    """Split a tile into rectangles and lower triangles, which have modes, and a rest, which is masked.
 
-    # # | # . .     a lower trapezoid: rows that see every key below, keys that every row sees on the left, a triangle
+    # # | # . .     a lower trapezoid: rows that see every key (below), keys that every row sees (left), a triangle
     # # | # # .
     # # | # # #
-    ---------       # # # # . .     what has an upper edge: some rows at a time; in backward some keys at a time, all their
-    # # # # #       . # # # # .     rows: tall tiles are faster there, and each is added to the sums of its keys but once
+    ---------       # # # # . .     with an upper edge: some rows at a time; in backward some keys with all their rows, since
+    # # # # #       . # # # # .     tall tiles are faster there, and each is added to the gradients of its keys only once
                     . . # # # #
     """
     shape = tile.shape
@@ -57,7 +58,7 @@ def split_by_modes(tile: Tile, dtype: torch.dtype, backward: bool) -> Sequence[T
 
 
 def _split_rows(tile: Tile) -> Sequence[Tile]:
-    """A tall tile as its ends, which need a mask, and the rows between, which see every key."""
+    """Split a tall tile into its ends, which need a mask, and the rows between, which see every key."""
     num_q, num_k, lo, hi = tile.shape
     first, last = max(num_k - 1 + lo, 0), min(hi + 1, num_q)
     if num_q <= _MASKED or first >= last:
@@ -66,7 +67,7 @@ def _split_rows(tile: Tile) -> Sequence[Tile]:
 
 
 def _split_keys(tile: Tile) -> Sequence[Tile]:
-    """A wide tile likewise: its first and last keys, and those between, which every row sees."""
+    """Split a wide tile into its first and last keys, which need a mask, and the keys between, which every row sees."""
     num_q, num_k, lo, hi = tile.shape
     first, last = max(num_q - 1 - hi, 0), min(1 - lo, num_k)
     if num_k <= _MASKED or first >= last:
@@ -75,8 +76,8 @@ def _split_keys(tile: Tile) -> Sequence[Tile]:
 
 
 def _split_lower(tile: Tile, backward: bool) -> Sequence[Tile]:
-    """A lower trapezoid as two rectangles and a triangle, as many of them as there are. In backward a triangle of moderate
-    size is cut in two and a square: the operator computes much of what a small one hides."""
+    """Split a lower trapezoid into up to two rectangles and a triangle. In backward, split a triangle of moderate size
+    into two triangles and a square: the operator computes most hidden pairs of a small triangle."""
     shape = tile.shape
     if shape.lo == 0 and shape.num_q == shape.num_k:
         if not backward or not _LEAF < shape.num_q <= _HALVED:
@@ -91,13 +92,13 @@ def _split_lower(tile: Tile, backward: bool) -> Sequence[Tile]:
 
 
 def mode_of(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[bool, Tensor | None]:
-    """`is_causal` and the additive mask for a tile that `split_by_modes` gave."""
+    """Return `is_causal` and the additive mask for a tile of `split_by_modes`."""
     causal = causal_of(shape)
     return (False, _additive_mask(shape, dtype, device)) if causal is None else (causal, None)
 
 
 def causal_of(shape: Shape) -> bool | None:
-    """`is_causal` of the operator where it has the shape, else None."""
+    """Return `is_causal` for a tile that needs no mask, otherwise None."""
     if shape.has_hi or (shape.has_lo and (shape.lo != 0 or shape.num_q != shape.num_k)):
         return None
     return shape.has_lo
@@ -105,7 +106,7 @@ def causal_of(shape: Shape) -> bool | None:
 
 @lru_cache(maxsize=16)
 def _additive_mask(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where the band sees, -inf elsewhere: `(num_q, num_k)`, the same for every block of a window."""
+    """Return the mask `(num_q, num_k)`: 0 in the band, -inf elsewhere. Cached, since blocks of a window share it."""
     away = torch.arange(shape.num_q, device=device)[:, None] - torch.arange(shape.num_k, device=device)
     hidden = (away < shape.lo) | (away > shape.hi)
     return torch.zeros(shape.num_q, shape.num_k, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

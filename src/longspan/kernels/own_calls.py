@@ -9,7 +9,7 @@ _thread = threading.local()
 
 @contextmanager
 def own_kernel() -> Iterator[None]:
-    """Mark the kernels that this thread calls inside the block as longspan's."""
+    """Mark kernel calls of this thread inside the block as longspan's."""
     _thread.own = True
     try:
         yield
@@ -18,5 +18,5 @@ def own_kernel() -> Iterator[None]:
 
 
 def is_own_kernel() -> bool:
-    """Whether a kernel called now is called by longspan."""
+    """Whether this thread is inside `own_kernel`."""
     return getattr(_thread, "own", False)

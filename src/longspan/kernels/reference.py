@@ -1,6 +1,6 @@
-"""The reference kernel: attention as plain math, a block of query rows at a time.
+"""The reference kernel: attention in plain math, a block of query rows at a time. Slow.
 
-Any floating type (at least fp32 inside), any band, key and value dims of their own, any device. Slow and plainly right.
+Any floating dtype (at least fp32 inside), any band, any device, K and V dims that may differ.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,16 +14,16 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 
 _BLOCK = 256
-"""Query rows at a time: bounds the scores held to `_BLOCK x num_k` a head."""
+"""Query rows at a time, which limits the scores in memory to `_BLOCK x num_k` per head."""
 
 
 class ReferenceKernel:
-    """`softmax(q k^T * scale) v` over a band, and its derivative by the same formulas."""
+    """`softmax(q k^T * scale) v` over a band, and its derivative."""
 
     name = "reference"
 
     def refusal(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> str | None:
-        return None if q.is_floating_point() else f"{q.dtype} is not a floating type"
+        return None if q.is_floating_point() else f"{q.dtype} is not a floating-point dtype"
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
         return (tile,)
@@ -76,7 +76,7 @@ def _blocks(shape: Shape) -> Iterator[slice]:
 def _scores(
     q: Tensor, keys: Tensor, shape: Shape, rows: slice, scale: float, change: ScoreChange | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores `(B, K, H / K, rows, num_k)`, -inf where the band does not see; the derivative of a change by them."""
+    """Return scores `(B, K, H / K, rows, num_k)`, -inf outside the band, and the derivative of a score change."""
     scores, derivative = _grouped(_wide(q), keys.shape[1]) @ keys.unsqueeze(2).mT * scale, None
     if change is not None:
         scores, derivative = change.apply_(scores, rows)
@@ -85,10 +85,10 @@ def _scores(
 
 
 def _grouped(x: Tensor, num_kv: int) -> Tensor:
-    """`(B, H, ...)` -> `(B, K, H / K, ...)`: the query heads of each KV head side by side."""
+    """`(B, H, ...)` -> `(B, K, H / K, ...)`: the query heads of each KV head."""
     return x.view(x.shape[0], num_kv, x.shape[1] // num_kv, *x.shape[2:])
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least fp32."""
+    """Convert to at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

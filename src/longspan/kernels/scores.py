@@ -1,9 +1,9 @@
-"""What may be done to the scores before softmax, besides scaling.
+"""Changes of scores before softmax, besides scaling.
 
     soft-cap c    s -> c tanh(s / c)                 Gemma 2 (arXiv:2408.00118)
     ALiBi m       s -> s - m |i - j|, m by head      Press et al. (arXiv:2108.12409); i - j of the global token axis
 
-Both: first the cap, then the bias, as flash-attention has it.
+With both, the cap comes first, as in flash-attention.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class ScoreChange:
-    """`softcap`, None for none; `slopes` `(H,)` of the query heads at hand, with the places of the rows and keys of a tile on the
-    token axis, int64 `(num_q,)` and `(num_k,)`."""
+    """Soft-cap, and ALiBi `slopes (H,)` of the given query heads. ALiBi also needs the places of a tile's `rows
+    (num_q,)` and `keys (num_k,)` on the token axis, int64."""
 
     softcap: float | None = None
     slopes: Tensor | None = None
@@ -25,16 +25,16 @@ class ScoreChange:
 
     @classmethod
     def of(cls, softcap: float | None, slopes: Tensor | None) -> "ScoreChange | None":
-        """None where nothing is changed."""
+        """Return None if nothing is changed."""
         return None if softcap is None and slopes is None else cls(softcap, slopes)
 
     def of_heads(self, heads: slice) -> "ScoreChange":
-        """The change for some of the query heads."""
+        """Return the change for some of the query heads."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
     def apply_(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Change scores `(B, K, H / K, num_q, num_k)` of some rows of the tile in place. Also returns what the derivative by the
-        scores is (None: 1)."""
+        """Change scores `(B, K, H / K, num_q, num_k)` of some rows of the tile in place. Return them, and the
+        derivative of the changed by the original scores (None: 1)."""
         derivative = None
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_()

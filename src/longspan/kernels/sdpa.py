@@ -1,10 +1,10 @@
-"""PyTorch's own flash attention with its log-sum-exp: private aten operators, kept in this one file.
+"""PyTorch's own flash attention with its log-sum-exp, by private aten operators that only this file calls.
 
     CPU    `_scaled_dot_product_flash_attention_for_cpu`: full, causal for square tiles, or an additive mask, which is slow
     CUDA   `_flash_attention_forward`: full, causal and bands (a window aligned to the bottom right). FlashAttention-2 on every
-           device, Hopper included, unless the program itself activated another (`activate_flash_attention_impl`)
+           device, Hopper included, unless the program activated another (`activate_flash_attention_impl`)
 
-Both take grouped heads as they are. Tests hold each mode against plain math; the CUDA calls through a stand-in.
+Both take grouped heads. Tests compare each mode with plain math; the CUDA calls through a stand-in.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 _TALL = 512
-"""In backward, a tile of fewer rows than this is computed faster in fp32 than in bf16 or fp16 (on the machines we measured)."""
+"""CPU backward of a tile with fewer rows is faster in fp32 than in bf16 or fp16 (as measured)."""
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,13 +38,13 @@ class SdpaKernel:
             if (reason := flash_refusal("flash attention", q, k, v, change)) is not None:
                 return reason
             old = capability(q.device)[0] < AMPERE
-            return "flash attention on cuda begins with Ampere (compute capability 8.0)" if old else None
+            return "flash attention on cuda needs Ampere or later (compute capability 8.0)" if old else None
         if q.device.type != "cpu":
             return f"there is no flash attention on device {q.device.type!r}"
         if change is not None:
-            return "flash attention takes scores as they are: no soft-cap, no ALiBi"
+            return "flash attention has no soft-cap and no ALiBi"
         if k.shape[3] != v.shape[3]:
-            return f"keys have dim {k.shape[3]} and values {v.shape[3]}; flash attention takes equal ones"
+            return f"keys have dim {k.shape[3]} and values {v.shape[3]}; flash attention takes equal dims"
         return (
             None if q.dtype in _CPU_DTYPES else f"flash attention on cpu takes fp64, fp32, bf16 and fp16, not {q.dtype}"
         )
@@ -53,7 +53,7 @@ class SdpaKernel:
         return split_for_windows(tile) if device.type == "cuda" else split_by_modes(tile, dtype, backward)
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        # As a batch of equal tiles on CPU; on CUDA as sequences of any length under the window of the first.
+        # On CPU equal tiles form a batch; on CUDA sequences of any length share the window of the first.
         return shows(window_of(first), second) if device.type == "cuda" else first == second
 
     def forward(
@@ -92,7 +92,7 @@ def _as_batch(x: Tensor, num: int) -> Tensor:
 
 
 def _as_rows(x: Tensor, num: int) -> Tensor:
-    """`(num, H, T, ...)` -> `(1, H, num * T, ...)`: a view of what the operator gives, whose rows come before its heads."""
+    """`(num, H, T, ...)` -> `(1, H, num * T, ...)`, a view of the operator's results, which are laid out rows first."""
     return x if num == 1 else x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
 
 

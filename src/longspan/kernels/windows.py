@@ -1,10 +1,12 @@
-"""Tiles for flash kernels on CUDA, which take a band as a window aligned to the bottom right, and several sequences in one call.
+"""Tiles for flash kernels on CUDA, which take a band as a window aligned to the bottom right, and several sequences in
+one call.
 
     # # . .     right 0            . # # .     left 1, right 1
     # # # .     (open to the       . . # #
     # # # #     left: causal)
 
-Heads come before rows here, `(B, H, T, D)`; there rows before heads, `(B, T, H, D)`, or `(T, H, D)` for several sequences.
+Our tensors are heads first, `(B, H, T, D)`. These kernels take rows first, `(B, T, H, D)`, or `(T, H, D)` for several
+sequences.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +23,14 @@ from longspan.plan import Shape, Tile
 
 Tensor = torch.Tensor
 Window = tuple[int | None, int | None]
-"""Keys to the left and to the right of each row's diagonal, None for an open side."""
+"""Number of keys left and right of each row's diagonal. None: unbounded."""
 
 
 def split_for_windows(tile: Tile) -> Sequence[Tile]:
-    """Windows as they are, unless the tile is taller than wide: the operator takes a side of `num_k` or more for open, and an
-    open side for `num_k`. Rows that see every key, and those before and after them, are then tiles at least as wide as tall.
+    """Split a banded tile that is taller than wide at the rows that see every key. Other tiles are not split.
+
+    The operator takes a window side of `num_k` or more as open, and an open side as `num_k`, which is wrong for tall
+    tiles. The rows before and after those that see every key form tiles at least as wide as tall.
     """
     num_q, num_k, lo, hi = tile.shape
     if num_q <= num_k or not (tile.shape.has_lo or tile.shape.has_hi):
@@ -39,14 +43,14 @@ def split_for_windows(tile: Tile) -> Sequence[Tile]:
 
 
 def window_of(shape: Shape) -> Window:
-    """The band as a window."""
+    """Return the band as a window."""
     left = shape.hi + shape.num_k - shape.num_q if shape.has_hi else None
     right = shape.num_q - shape.num_k - shape.lo if shape.has_lo else None
     return left, right
 
 
 def shows(window: Window, shape: Shape) -> bool:
-    """Whether that window shows exactly the pairs of a tile: its own, or a side that lies beyond all of the tile's keys."""
+    """Whether the window covers exactly the pairs of a tile: each side is the tile's, or covers its open side."""
     beyond = (shape.num_k - 1, shape.num_q - 1)
     own = window_of(shape)
     return all(w == o or (o is None and w is not None and w >= b) for w, o, b in zip(window, own, beyond, strict=True))
@@ -55,7 +59,7 @@ def shows(window: Window, shape: Shape) -> bool:
 def flash_forward(
     operator: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse by an operator that is called as `aten._flash_attention_forward` is."""
+    """Return out and lse by an operator with the signature of `aten._flash_attention_forward`."""
     left, right = window_of(shapes[0])
     q, k, v = (rows_first(x, shapes) for x in (q, k, v))
     out, lse, *_ = operator(
@@ -68,12 +72,12 @@ def flash_forward(
 def flash_backward(
     operator: Callable[..., Any], saved: BackwardInputs, shapes: Sequence[Shape], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv by an operator that is called as `aten._flash_attention_backward` is. It adds atomically, in any order, unless
-    torch's deterministic algorithms are on, which it looks up itself."""
+    """Return dq, dk, dv by an operator with the signature of `aten._flash_attention_backward`. It adds atomically, in
+    any order, unless torch's deterministic algorithms are on."""
     left, right = window_of(shapes[0])
     dout, q, k, v, out = (rows_first(x, shapes) for x in saved[:5])
     lse = saved.lse.contiguous() if len(shapes) == 1 else saved.lse[0].contiguous()
-    # Without dropout the random state is not read, but the operator wants its two tensors.
+    # The operator requires the two tensors of random state, though it reads them only for dropout.
     unused = torch.empty(0, dtype=torch.int64, device=q.device)
     grads = operator(
         dout, q, k, v, out, lse, *sequences(tuple(shapes), q.device), 0.0, False, unused, unused,
@@ -86,13 +90,13 @@ def flash_backward(
 def flash_refusal(
     name: str, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None, most: int = 256
 ) -> str | None:
-    """Why the flash kernel `name` on CUDA, for head dims up to `most`, cannot compute these tensors; None if it can."""
+    """Return why the CUDA flash kernel `name`, for head dims up to `most`, cannot compute these tensors, or None."""
     if q.device.type != "cuda" or q.dtype not in (torch.bfloat16, torch.float16):
         return f"{name} takes bf16 and fp16 on cuda, not {q.dtype} on {q.device.type}"
     if change is not None:
-        return f"{name} takes scores as they are: no soft-cap, no ALiBi"
+        return f"{name} has no soft-cap and no ALiBi"
     if k.shape[3] != v.shape[3] or q.shape[3] > most or q.shape[3] % 8:
-        return f"{name} takes equal head dims that 8 divides up to {most}, not {k.shape[3]} and {v.shape[3]}"
+        return f"{name} takes equal head dims, multiples of 8 up to {most}, not {k.shape[3]} and {v.shape[3]}"
     return None
 
 
@@ -107,7 +111,7 @@ def heads_first(x: Tensor, shapes: Sequence[Shape]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def sequences(shapes: tuple[Shape, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Where each sequence begins and ends, rows and keys (None for one sequence), and the longest of them."""
+    """Return cumulative lengths of the sequences' rows and keys (None for one sequence), and the longest of each."""
     queries, keys = [shape.num_q for shape in shapes], [shape.num_k for shape in shapes]
     if len(shapes) == 1:
         return None, None, queries[0], keys[0]
@@ -118,7 +122,7 @@ def sequences(shapes: tuple[Shape, ...], device: torch.device) -> tuple[Tensor |
 
 
 def parts_of(tile: Tile, *corners: tuple[int, int, int, int]) -> Iterator[Tile]:
-    """The parts of a tile within these rows and columns, those that hold a pair."""
+    """Yield the parts of a tile within each corner `(q0, q1, k0, k1)`, without empty parts."""
     for corner in corners:
         part = part_of(tile, *corner)
         if part is not None:
@@ -126,7 +130,7 @@ def parts_of(tile: Tile, *corners: tuple[int, int, int, int]) -> Iterator[Tile]:
 
 
 def part_of(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
-    """The part of a tile within rows `q0..q1` and columns `k0..k1` counted from its corner, trimmed."""
+    """Return the trimmed part of a tile within rows `q0..q1` and columns `k0..k1`, relative to it. None if empty."""
     q0, q1 = tile.q0 + q0, min(tile.q0 + q1, tile.q1)
     k0, k1 = tile.k0 + k0, min(tile.k0 + k1, tile.k1)
     q0, q1 = max(q0, k0 + tile.lo), min(q1, k1 + tile.hi)

@@ -72,7 +72,7 @@ class Attend(torch.nn.Module):
 def hidden(name, hint="call torch.nn.functional.scaled_dot_product_attention, or leave the block for it"):
     return (
         "SpecError",
-        f"{name} was reached inside context_parallel, where it would see this rank's keys alone\n\nhint: {hint}",
+        f"{name} was called inside context_parallel, where it would see only this rank's keys\n\nhint: {hint}",
     )
 
 
@@ -405,27 +405,26 @@ def refused_arguments(p):
     ]
 
 
-AS_A_MASK = "\n\nhint: give a mask: bool, True where a query sees a key; or 0 there and -inf elsewhere"
-WHOLE = "\n\nhint: give the mask of the whole sequence, and leave it out of buffers; or set is_causal=True"
-GROUPED = "\n\nhint: k and v have as many as q; or with enable_gqa=True a number that divides it"
+AS_A_MASK = "\n\nhint: give a bool mask, True where a query sees a key, or a float mask of 0 and -inf"
+WHOLE = "\n\nhint: give the mask of the whole sequence and leave it out of buffers, or set is_causal=True"
+GROUPED = "\n\nhint: give k and v as many heads as q, or with enable_gqa=True a number that divides it"
 REFUSED = [
-    "dropout_p=0.1: attention over a sharded sequence has no dropout\n\nhint: set dropout_p=0.0",
+    "dropout_p=0.1: longspan attention has no dropout\n\nhint: set dropout_p=0.0",
     "both attn_mask and is_causal are set\n\nhint: leave one of them out",
-    "attn_mask is no band: query 4 sees 2 separate runs of keys\n\n"
-    "hint: say it in bands: set mask=Mask.bands(seq_len, bands) of context_parallel, or call longspan.attention",
+    "attn_mask is not a band: query 4 sees 2 separate runs of keys\n\n"
+    "hint: set mask=Mask.bands(seq_len, bands) of context_parallel, or call longspan.attention",
     "attn_mask of shape (2, 1, 21, 21) differs between batch rows or heads\n\n"
-    "hint: call once for each row of the batch; or lay the rows end to end, as one sequence (Mask.concat)",
-    "attn_mask is a bias, with values other than 0 and -inf; attention over a sharded sequence takes masks alone"
-    + AS_A_MASK,
-    "attn_mask is a learned bias; attention over a sharded sequence takes masks alone" + AS_A_MASK,
+    "hint: call attention once for each batch row, or concatenate the rows to one sequence (Mask.concat)",
+    "attn_mask is a bias, with values other than 0 and -inf; longspan attention takes masks only" + AS_A_MASK,
+    "attn_mask is a learned bias; longspan attention takes masks only" + AS_A_MASK,
     "attn_mask is torch.int64" + AS_A_MASK,
     "attn_mask of shape (10, 10) is not over the 21 x 21 pairs of the whole sequence" + WHOLE,
-    "scale=-1.0 is not a positive number\n\nhint: for a negative scale negate q instead",
+    "scale=-1.0 is not a positive number\n\nhint: for a negative scale, negate q",
     "q, k and v have 4, 2 and 2 heads, enable_gqa=False" + GROUPED,
     "q, k and v have 4, 2 and 4 heads, enable_gqa=True" + GROUPED,
-    "is_causal=True, and the mask of the context lets queries see later keys\n\n"
-    "hint: set is_causal=False for the mask of the context; or leave mask out of context_parallel",
-    "attn_mask is not the mask of the context\n\nhint: leave attn_mask out: mask= says it already",
+    "is_causal=True contradicts the mask of context_parallel, which shows queries later keys\n\n"
+    "hint: set is_causal=False to use that mask, or leave mask out of context_parallel",
+    "attn_mask differs from the mask of context_parallel\n\nhint: leave attn_mask out; mask= applies already",
     "q (8,), k (3, 8), v (3, 8): SDPA takes (..., tokens, head_dim)",
     "TypeError",
 ]
@@ -442,12 +441,13 @@ def lengths(p):
 
 
 HELD = {rank: f"rank {rank} holds {11 - rank} of 21 tokens" for rank in range(2)}
-OUTSIDE = "\n\nhint: call it outside of context_parallel, on global tensors"
+OUTSIDE = "\n\nhint: call it outside context_parallel, on global tensors"
 LENGTHS = {
     rank: [
-        f"q, k and v have {11 - rank}, 4 and 4 rows, and {HELD[rank]}: cross attention is not sharded" + OUTSIDE,
-        f"q, k and v have 21 rows, and {HELD[rank]}\n\nhint: put what they are made of into buffers, with its sequence dim",
-        f"q, k and v have {11 - rank}, 21 and 21 rows, and {HELD[rank]}: cross attention is not sharded" + OUTSIDE,
+        f"q, k and v have {11 - rank}, 4 and 4 rows, and {HELD[rank]}; cross-attention cannot be sharded" + OUTSIDE,
+        f"q, k and v have 21 rows, and {HELD[rank]}\n\n"
+        "hint: add the tensors that q, k and v are computed from to buffers, with their sequence dims",
+        f"q, k and v have {11 - rank}, 21 and 21 rows, and {HELD[rank]}; cross-attention cannot be sharded" + OUTSIDE,
     ]
     for rank in range(2)
 }
@@ -486,7 +486,7 @@ def nested(p):
 
     refused = []
     error = p.error(inner)
-    text = "context_parallel within context_parallel\n\nhint: leave the outer block before the inner one"
+    text = "context_parallel was entered inside context_parallel\n\nhint: leave the outer block before the inner one"
     return error if refused == [("SpecError", text)] else refused
 
 
@@ -584,27 +584,27 @@ def refused_buffers(p):
 
 
 GRADIENT = (
-    "requires a gradient, which would be that of a shard\n\n"
-    "hint: give x.detach() and call requires_grad_() inside; or leave it out, and shard it by DropIn.shard"
+    "requires a gradient, which would be only a shard's\n\n"
+    "hint: give x.detach() and call requires_grad_() inside, or leave it out and shard it by DropIn.shard"
 )
-ONCE = "\n\nhint: give the global tensor, once: it may be sharded already, or have its sequence in another dim"
+ONCE = "\n\nhint: give the global tensor; this one may be sharded already, or have its sequence in another dim"
 REFUSED_BUFFERS = [
     "dim 0 of a tensor of shape (2, 21) has 2 rows; the sequence has 21 tokens" + ONCE,
     f"buffer 1 of shape (21,) {GRADIENT}",
     f"buffer 0 of shape (21,) {GRADIENT}",
     "dim 1 does not exist in buffer 0 of shape (21,)",
-    "1 buffers and 2 buffer_seq_dims\n\nhint: give one dim for each buffer",
-    "one tensor is given twice in buffers\n\nhint: give each tensor once",
+    "1 buffers but 2 buffer_seq_dims\n\nhint: give one dim for each buffer",
+    "buffers holds one tensor twice\n\nhint: give each tensor once",
     "buffer 1 is a list, not a tensor",
     "no_restore_buffers holds a tensor that is not in buffers\n\nhint: add it to buffers",
     "dim 0 of a tensor of shape (21,) has 21 rows; the sequence has 20 tokens" + ONCE,
-    "seq_len=20, and the mask covers 21 tokens\n\nhint: leave seq_len out",
+    "seq_len=20, but the mask covers 21 tokens\n\nhint: leave seq_len out",
     "seq_len=0: a mask covers at least one token",
-    "the layout 'balanced' is chosen for a mask, and buffers are sharded before attention tells it\n\n"
+    "layout 'balanced' is computed from a mask, and buffers are sharded before the first attention call\n\n"
     'hint: set mask=, such as Mask.documents(lengths); or layout="zigzag"',
-    "no buffers tell how long the sequence is\n\nhint: set seq_len, the tokens of the whole sequence",
+    "no sequence length: there are no buffers and no mask\n\nhint: set seq_len to the global length",
     "layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced",
-    "buffers is a tensor\n\nhint: give a tuple of tensors, such as (ids,)",
+    "buffers is a single tensor\n\nhint: give a tuple of tensors, such as (ids,)",
     "mask is a Tensor\n\nhint: give a longspan.Mask, or a dense one to SDPA",
 ]
 
@@ -643,7 +643,7 @@ DIFFER = {
     rank: [
         GIVEN + "buffers: rank 1 differ from rank 0",
         GIVEN + "layouts, masks or routes: rank 1 differ from rank 0",
-        TOO_SHORT if rank else "rank 1 cannot go on: " + TOO_SHORT,
+        TOO_SHORT if rank else "rank 1 failed: " + TOO_SHORT,
         GIVEN + "plans: rank 1 differ from rank 0",
     ]
     for rank in range(2)
@@ -777,12 +777,12 @@ OTHERS = ["flex_attention"] * 2 + [
     f"aten.{name}.default" for name in ("_scaled_dot_product_flash_attention_for_cpu", "_safe_softmax")
 ]
 OWN = hidden(
-    "scaled_dot_product_attention of an operator of your own, or of another thread,",
-    "call it from the thread and the program that opened the block",
+    "scaled_dot_product_attention in a custom operator, or in another thread,",
+    "call it from the thread that opened the block, outside custom operators",
 )
 KERNEL = hidden(
-    "aten._scaled_dot_product_flash_attention_for_cpu.default of an operator of your own, or of another thread,",
-    "call it from the thread and the program that opened the block",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default in a custom operator, or in another thread,",
+    "call it from the thread that opened the block, outside custom operators",
 )
 NO_HOOKS = (
     "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. "
@@ -790,7 +790,7 @@ NO_HOOKS = (
 )
 RECOMPUTED = "A different number of tensors was saved during the original forward and recomputation."
 REENTRANT = (
-    "reentrant checkpointing calls attention again in backward, when context_parallel may have ended\n\n"
+    "reentrant checkpointing recomputes attention in backward, when context_parallel may have ended\n\n"
     "hint: set use_reentrant=False"
 )
 WRITTEN_TO = (

@@ -56,7 +56,7 @@ def test_any_mask_that_is_expected():
     assert mask_of_dense(dense, 12, shared) is shared
     for wrong in (dense.clone(), dense & False):
         wrong[11, 5] = True
-        with pytest.raises(SpecError, match="attn_mask is not the mask of the context"):
+        with pytest.raises(SpecError, match="attn_mask differs from the mask of context_parallel"):
             mask_of_dense(wrong, 12, shared)
     with pytest.raises(SpecError, match="query 9 sees 2 separate runs of keys"):
         mask_of_dense(dense, 12)

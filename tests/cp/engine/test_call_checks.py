@@ -28,7 +28,7 @@ Q, K = zeros(1, 4, S, 8), zeros(1, 2, S, 8)
 REFUSED = {
     "three dims": (
         (Q[0], K[0], K[0], {}),
-        "q (4, 12, 8), k (2, 12, 8), v (2, 12, 8): attention takes (batch, heads, slots, head_dim) tensors",
+        "q (4, 12, 8), k (2, 12, 8), v (2, 12, 8): attention takes 4-D tensors (batch, heads, slots, head_dim)",
     ),
     "slots": (
         (Q[:, :, :6], K[:, :, :6], K[:, :, :6], {}),
@@ -66,15 +66,15 @@ REFUSED = {
     ),
     "types": (
         (Q, K.double(), K, {}),
-        "q is torch.float32 on cpu, k torch.float64 on cpu, v torch.float32 on cpu: they must be alike",
+        "q is torch.float32 on cpu, k torch.float64 on cpu, v torch.float32 on cpu: dtypes and devices differ",
     ),
     "sink": (
         (Q, K, K, {"sink": zeros(2)}),
-        "sink has shape (2,); one logit for each of 4 query heads is needed",
+        "sink has shape (2,); it needs one logit for each of 4 query heads",
     ),
     "sink of another rank": (
         (Q, K, K, {"sink": zeros(1, 4)}),
-        "sink has shape (1, 4); one logit for each of 4 query heads is needed",
+        "sink has shape (1, 4); it needs one logit for each of 4 query heads",
     ),
     "unknown kernel": (
         (Q, K, K, {"kernel": "flash9"}),
@@ -82,20 +82,20 @@ REFUSED = {
     ),
     "scale of nothing": (
         (Q, K, K, {"scale": 0.0}),
-        "scale=0.0 is not a positive number\n\nhint: for a negative scale negate q instead",
+        "scale=0.0 is not a positive number\n\nhint: for a negative scale, negate q",
     ),
     "negative scale": (
         (Q, K, K, {"scale": -0.5}),
-        "scale=-0.5 is not a positive number\n\nhint: for a negative scale negate q instead",
+        "scale=-0.5 is not a positive number\n\nhint: for a negative scale, negate q",
     ),
     "kernel that cannot": (
         (Q, K, K[..., :4], {"kernel": "sdpa"}),
-        "kernel 'sdpa' cannot compute this: keys have dim 8 and values 4; flash attention takes equal ones\n\n"
-        'hint: use kernel="auto"',
+        "kernel 'sdpa' cannot compute this call: keys have dim 8 and values 4; flash attention takes equal dims\n\n"
+        'hint: set kernel="auto"',
     ),
     "not floating": (
         (Q.long(), K.long(), K.long(), {}),
-        "kernel 'reference' cannot compute this: torch.int64 is not a floating type\n\nhint: use kernel=\"auto\"",
+        "kernel 'reference' cannot compute this call: torch.int64 is not a floating-point dtype\n\nhint: set kernel=\"auto\"",
     ),
 }
 
@@ -117,7 +117,9 @@ def test_heads_that_the_plan_was_not_made_for():
     plan = plan_attention(Layout.contiguous(S, 1), Mask.causal(S), heads=(8, 2))
     with pytest.raises(SpecError) as error:
         attention(Q, K, K, plan=plan)
-    assert str(error.value) == "(4, 2) query and KV heads were given; the plan was made for (8, 2)"
+    assert str(error.value) == (
+        "q and k have (4, 2) (query, KV) heads; the plan was made for (8, 2)\n\nhint: make the plan with heads=(4, 2)"
+    )
 
 
 def _one_is_wrong(group, rank):
@@ -131,7 +133,7 @@ def _one_is_wrong(group, rank):
 
 def test_a_wrong_tensor_of_one_rank_is_an_error_on_all():
     text = "4 query heads are not divisible by 3 KV heads\n\nhint: KV heads may be one of 1, 2, 4"
-    right = [("DisagreementError", f"rank 1 cannot go on: {text}") for _ in range(3)]
+    right = [("DisagreementError", f"rank 1 failed: {text}") for _ in range(3)]
     right[1] = ("SpecError", text)
     assert run_ranks(3, _one_is_wrong) == [(error, []) for error in right]
 
@@ -179,7 +181,7 @@ def test_ranks_that_differ_are_named_on_all_before_any_exchange(plans, shapes, s
         assert error == (
             "DisagreementError",
             f"the ranks of one context-parallel group were given different {named}\n\n"
-            "hint: a CP group takes the same options and samples: key the loader by the data-parallel rank alone",
+            "hint: give all ranks of a CP group the same options and samples: key the loader by the data-parallel rank alone",
         )
         assert calls == []
 

@@ -49,7 +49,10 @@ def test_autocast_is_refused_where_a_layer_projects_by_itself():
     plan = plan_attention(Layout.zigzag(16, 1), Mask.causal(16), "upipe", (2, 2))
     weight = torch.eye(16)
     maps = Projections(weight, weight, weight, weight, head_dim=8)
-    with torch.autocast("cpu", torch.bfloat16), pytest.raises(SpecError, match=r"route 'upipe' under autocast"):
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(SpecError, match=r"route 'upipe' was called under autocast"),
+    ):
         projected_attention(torch.ones(1, 16, 16), maps, plan=plan)
 
 
@@ -118,12 +121,12 @@ def test_transforms_of_torch_func_are_refused(transform):
 
 def test_forward_mode_tangents_are_refused():
     (q, k, v), _ = inputs()
-    with forward_ad.dual_level(), pytest.raises(SpecError, match=r"a tensor with a forward-mode tangent was given"):
+    with forward_ad.dual_level(), pytest.raises(SpecError, match=r"an input has a forward-mode tangent"):
         attend(q, forward_ad.make_dual(k.detach(), k.detach()), v)
 
 
 def test_a_gradient_has_no_gradient():
     (q, k, v), _ = inputs()
     (dq,) = torch.autograd.grad(attend(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(SpecError, match=r"the gradient of a gradient was asked for"):
+    with pytest.raises(SpecError, match=r"a second derivative was requested"):
         torch.autograd.grad(dq.sum(), q)

@@ -1,1 +1,1 @@
-"""`context_parallel`: makes the attention calls of unchanged code attend over all ranks."""
+"""`context_parallel`: unchanged code with `scaled_dot_product_attention` attends over all ranks."""

@@ -2,11 +2,11 @@
 
     with context_parallel(mesh, buffers=(ids, freqs), buffer_seq_dims=(1, 0)):
         enter    buffers            S -> T, in place
-        inside   SDPA               `attention` by the plan of the call's mask, from wherever it is called
-                 other attention    an error: it would see this rank's keys alone
-        exit     buffers            as they were
+        inside   SDPA               `attention` with the plan of the call's mask, whatever code calls it
+                 other attention    `SpecError`: it would see only this rank's keys
+        exit     buffers            restored
 
-How calls are found is in `intercept`, how dense masks are read in `recognise`.
+`intercept` finds the calls; `recognise` turns dense masks into bands.
 """
 
 import math
@@ -51,29 +51,33 @@ def context_parallel(
     mask: Mask | None = None,
     seq_len: int | None = None,
 ) -> Iterator["DropIn"]:
-    """Run plain PyTorch on a sharded sequence: the shape of `torch.distributed.tensor.experimental.context_parallel`.
+    """Run plain PyTorch on a sharded sequence, as `torch.distributed.tensor.experimental.context_parallel` does.
 
-    Inside, `buffers` hold this rank's slots of dim `buffer_seq_dims` (`S` becomes `T`), and `scaled_dot_product_attention`
-    of local q, k, v `(..., T, D)` is attention over the whole sequence. At the end, or when an error leaves the block,
-    buffers are as they were, but for `no_restore_buffers`; what was written to them inside is gone. Backward may run inside
-    or afterwards. Gives a `DropIn`, whose `unshard` makes local results global.
+    Inside, `buffers` hold this rank's slots along `buffer_seq_dims` (`S` becomes `T`), and
+    `scaled_dot_product_attention` of local q, k, v `(..., T, D)` attends over the whole sequence. Backward may run
+    inside or afterwards. On exit, also by an exception, buffers get back their global content, except
+    `no_restore_buffers`; writes made inside are lost. Yields a `DropIn`, whose `unshard` gathers local results.
 
-    `layout`, `route`, `inner`, `kernel` and `comm_dtype` are those of `ContextParallel`. `mask` is what calls without an
-    `attn_mask` see (all keys, or with is_causal those behind); the layout "balanced" needs it. `seq_len` is told where there
-    are no buffers. Collective: the ranks compare all of this. Raises `SpecError` for what cannot be computed, at the call,
-    and `DisagreementError` if ranks differ.
+    - `layout`, `route`, `inner`, `kernel`, `comm_dtype`: as for `ContextParallel`.
+    - `mask`: mask of calls without `attn_mask`. Default: full, or causal with `is_causal`. Required by "balanced".
+    - `seq_len`: length of the whole sequence. Needed without buffers and mask.
+
+    Collective: the ranks compare all of these. Raises `SpecError` for a call that cannot be computed, at that call, and
+    `DisagreementError` if ranks differ.
     """
     if is_intercepted():
-        raise SpecError("context_parallel within context_parallel", hint="leave the outer block before the inner one")
+        raise SpecError(
+            "context_parallel was entered inside context_parallel", hint="leave the outer block before the inner one"
+        )
     size = mesh.size() if isinstance(mesh, DeviceMesh) else rank_and_size(as_group(mesh))[1]
-    # How many heads there are is seen at the first call; so many suit every route.
+    # The numbers of heads are known only at the first call; until then use numbers that every route accepts.
     cp = ContextParallel(mesh, layout, route, (size, size), inner, kernel, comm_dtype)
     held, dims = [] if isinstance(buffers, Tensor) else list(buffers or ()), list(buffer_seq_dims or ())
     problem: Exception | None = None
     what = {"layouts, masks or routes": b"", "buffers": b""}
     try:
         if isinstance(buffers, Tensor):
-            raise SpecError("buffers is a tensor", hint="give a tuple of tensors, such as (ids,)")
+            raise SpecError("buffers is a single tensor", hint="give a tuple of tensors, such as (ids,)")
         if mask is not None and not isinstance(mask, Mask):
             raise SpecError(f"mask is a {type(mask).__name__}", hint="give a longspan.Mask, or a dense one to SDPA")
         staying = _check_buffers(held, dims, no_restore_buffers)
@@ -81,7 +85,7 @@ def context_parallel(
         given = repr([(buffer.shape, buffer.dtype, dim) for buffer, dim in zip(held, dims, strict=True)])
         what = {"layouts, masks or routes": dropin.digest, "buffers": given.encode()}
         shards = [_local(buffer, dropin, dim) for buffer, dim in zip(held, dims, strict=True)]
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of any type: check_agreement raises on the other ranks too, which would hang otherwise
         problem = error
     check_agreement(cp.group, what, problem)
     with ExitStack() as stack:
@@ -89,7 +93,7 @@ def context_parallel(
             if id(buffer) not in staying:
                 stack.callback(_swap, buffer, buffer.data)
             if not buffer.is_inference():
-                increment_version(buffer)  # what saved it for backward before has lost it
+                increment_version(buffer)  # a graph that saved the global buffer must fail in backward
             _swap(buffer, local)
         slots = dropin.layout.num_slots(cp.rank)
         stack.enter_context(intercepted(dropin.scaled_dot_product_attention, slots))
@@ -97,12 +101,12 @@ def context_parallel(
 
 
 class DropIn:
-    """A program on a sharded sequence: its layout, and what its calls of `scaled_dot_product_attention` come to."""
+    """A program on a sharded sequence: its layout, and its `scaled_dot_product_attention`."""
 
     def __init__(self, cp: ContextParallel, seq_len: int, mask: Mask | None) -> None:
         if cp.planner.layout == BALANCED and mask is None:
             raise SpecError(
-                "the layout 'balanced' is chosen for a mask, and buffers are sharded before attention tells it",
+                "layout 'balanced' is computed from a mask, and buffers are sharded before the first attention call",
                 hint='set mask=, such as Mask.documents(lengths); or layout="zigzag"',
             )
         self.mask, self.seq_len = mask, seq_len
@@ -112,7 +116,7 @@ class DropIn:
 
     @property
     def digest(self) -> bytes:
-        """What all ranks must agree on."""
+        """Digest of layout, route and mask, which must be equal on all ranks."""
         planner = self.cp.planner
         return (
             self.layout.fingerprint()
@@ -121,11 +125,11 @@ class DropIn:
         )
 
     def shard(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's slots of a global tensor: dim `dim` goes from `S` to `T`. Differentiable."""
+        """Return this rank's slots of a global tensor: dim `dim` shrinks from `S` to `T`. Differentiable."""
         return shard(x, self.layout, self.cp.rank, dim)
 
     def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """The global tensor, on every rank, from every rank's slots. Collective, differentiable, as `Sequence.unshard`."""
+        """Gather the global tensor on every rank. Collective, differentiable, as `Sequence.unshard`."""
         return gather(x, self.layout, self.cp.rank, dim, self.cp.group)
 
     def scaled_dot_product_attention(
@@ -142,9 +146,7 @@ class DropIn:
     ) -> Tensor:
         """`torch.nn.functional.scaled_dot_product_attention` of local q, k, v `(..., T, D)` over the whole sequence."""
         if dropout_p:
-            raise SpecError(
-                f"dropout_p={dropout_p}: attention over a sharded sequence has no dropout", hint="set dropout_p=0.0"
-            )
+            raise SpecError(f"dropout_p={dropout_p}: longspan attention has no dropout", hint="set dropout_p=0.0")
         self._check_lengths(query, key, value)
         heads = _heads(query, key, value, enable_gqa)
         q, k, v = traced(_four_dims(query), _four_dims(key), _four_dims(value))
@@ -153,7 +155,7 @@ class DropIn:
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
     def _plan(self, heads: tuple[int, int], mask: Mask) -> Plan:
-        """The plan of a mask for these heads. The latest are kept."""
+        """Return the plan of a mask for these heads. Caches the latest 16."""
         plan = self._plans.pop((heads, mask), None) or replace(self.cp.planner, heads=heads).plan(self.layout, mask)
         self._plans[heads, mask] = plan
         if len(self._plans) > _PLANS_KEPT:
@@ -173,16 +175,16 @@ class DropIn:
         if len(set(lengths)) > 1:
             rows = "{}, {} and {}".format(*lengths)
             raise SpecError(
-                f"q, k and v have {rows} rows, and {held}: cross attention is not sharded",
-                hint="call it outside of context_parallel, on global tensors",
+                f"q, k and v have {rows} rows, and {held}; cross-attention cannot be sharded",
+                hint="call it outside context_parallel, on global tensors",
             )
         raise SpecError(
             f"q, k and v have {lengths[0]} rows, and {held}",
-            hint="put what they are made of into buffers, with its sequence dim",
+            hint="add the tensors that q, k and v are computed from to buffers, with their sequence dims",
         )
 
     def _mask(self, attn_mask: Tensor | None, is_causal: bool) -> Mask:
-        """What a call sees: its own mask within that of the context."""
+        """Return the mask of a call, from its own arguments and the mask of the context."""
         if attn_mask is not None and is_causal:
             raise SpecError("both attn_mask and is_causal are set", hint="leave one of them out")
         if attn_mask is not None:
@@ -191,13 +193,13 @@ class DropIn:
             return self._causal if is_causal else self._full
         if is_causal and not self._looks_back:
             raise SpecError(
-                "is_causal=True, and the mask of the context lets queries see later keys",
-                hint="set is_causal=False for the mask of the context; or leave mask out of context_parallel",
+                "is_causal=True contradicts the mask of context_parallel, which shows queries later keys",
+                hint="set is_causal=False to use that mask, or leave mask out of context_parallel",
             )
         return self.mask
 
     def _recognise(self, attn_mask: Tensor) -> Mask:
-        """Read a dense mask once, as long as it or what it is a view of lives and is not written to."""
+        """Return the bands of a dense mask. Cached until the tensor, or the base of a view, is freed or written to."""
         if attn_mask.is_inference():
             return mask_of_dense(attn_mask, self.seq_len, self.mask)
         base = attn_mask if attn_mask._base is None else attn_mask._base
@@ -224,41 +226,39 @@ class DropIn:
 def _check_buffers(
     buffers: Sequence[Tensor], dims: Sequence[int], no_restore_buffers: Iterable[Tensor] | None
 ) -> set[int]:
-    """The identities of buffers that stay sharded, if all can be sharded in place."""
+    """Return the ids of the buffers that stay sharded. Raises `SpecError` if a buffer cannot be sharded in place."""
     if len(buffers) != len(dims):
-        raise SpecError(f"{len(buffers)} buffers and {len(dims)} buffer_seq_dims", hint="give one dim for each buffer")
+        raise SpecError(f"{len(buffers)} buffers but {len(dims)} buffer_seq_dims", hint="give one dim for each buffer")
     for index, (buffer, dim) in enumerate(zip(buffers, dims, strict=True)):
         if not isinstance(buffer, Tensor):
             raise SpecError(f"buffer {index} is a {type(buffer).__name__}, not a tensor")
         if buffer.requires_grad:
             raise SpecError(
-                f"buffer {index} of shape {tuple(buffer.shape)} requires a gradient, which would be that of a shard",
-                hint="give x.detach() and call requires_grad_() inside; or leave it out, and shard it by DropIn.shard",
+                f"buffer {index} of shape {tuple(buffer.shape)} requires a gradient, which would be only a shard's",
+                hint="give x.detach() and call requires_grad_() inside, or leave it out and shard it by DropIn.shard",
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise SpecError(f"dim {dim} does not exist in buffer {index} of shape {tuple(buffer.shape)}")
     names, staying = [id(buffer) for buffer in buffers], {id(buffer) for buffer in no_restore_buffers or ()}
     if len(set(names)) < len(names):
-        raise SpecError("one tensor is given twice in buffers", hint="give each tensor once")
+        raise SpecError("buffers holds one tensor twice", hint="give each tensor once")
     if not staying <= set(names):
         raise SpecError("no_restore_buffers holds a tensor that is not in buffers", hint="add it to buffers")
     return staying
 
 
 def _length(buffers: Sequence[Tensor], dims: Sequence[int], mask: Mask | None, seq_len: int | None) -> int:
-    """`S`, from whatever tells it."""
+    """Return `S`, from the mask, `seq_len` or the first buffer."""
     if mask is not None and seq_len not in (None, mask.seq_len):
-        raise SpecError(f"seq_len={seq_len}, and the mask covers {mask.seq_len} tokens", hint="leave seq_len out")
-    told = seq_len if mask is None else mask.seq_len
-    if told is None and not buffers:
-        raise SpecError(
-            "no buffers tell how long the sequence is", hint="set seq_len, the tokens of the whole sequence"
-        )
-    return told if told is not None else buffers[0].shape[dims[0]]
+        raise SpecError(f"seq_len={seq_len}, but the mask covers {mask.seq_len} tokens", hint="leave seq_len out")
+    length = seq_len if mask is None else mask.seq_len
+    if length is None and not buffers:
+        raise SpecError("no sequence length: there are no buffers and no mask", hint="set seq_len to the global length")
+    return length if length is not None else buffers[0].shape[dims[0]]
 
 
 def _local(buffer: Tensor, dropin: DropIn, dim: int) -> Tensor:
-    """A buffer's slots of this rank, of its own kind."""
+    """Return this rank's slots of a buffer; an inference tensor for an inference tensor."""
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
         return shard(buffer, dropin.layout, dropin.cp.rank, dim)
 
@@ -272,11 +272,11 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[int, int]
     if kv_heads != v_heads or (not enable_gqa and kv_heads not in (1, heads)):
         raise SpecError(
             f"q, k and v have {heads}, {kv_heads} and {v_heads} heads, enable_gqa={enable_gqa}",
-            hint="k and v have as many as q; or with enable_gqa=True a number that divides it",
+            hint="give k and v as many heads as q, or with enable_gqa=True a number that divides it",
         )
     return heads, kv_heads
 
 
 def _four_dims(x: Tensor) -> Tensor:
-    """`(..., H, T, D)` or `(T, D)` as `(B, H, T, D)`."""
+    """Reshape `(..., H, T, D)` or `(T, D)` to `(B, H, T, D)`."""
     return x[None, None] if x.ndim == 2 else x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])

@@ -1,11 +1,11 @@
-"""Takes over `scaled_dot_product_attention` while a context is open, and finds what would get round it.
+"""Replaces `scaled_dot_product_attention` while a context is open, and refuses attention by other operators.
 
-    Python, TorchScript, C++, exported programs  ->  the operator SDPA  ->  (taken over here)
-    kernels by name, other packages              ->  other operators    ->  refused, seen by a mode over all operators
-    compiled code                                ->  runs eagerly, and so calls the operator SDPA
-    recomputation in backward                    ->  the operator SDPA, and a trace in case the context has ended
+    Python, TorchScript, C++, exported programs  ->  SDPA operator      ->  replaced
+    kernels by name, other packages              ->  other operators    ->  refused by a dispatch mode
+    compiled code                                ->  runs eagerly, so calls the SDPA operator
+    recomputation in backward                    ->  SDPA operator, and a marker in case the context has ended
 
-This is the only file that touches the dispatcher and its modes.
+Only this file uses the dispatcher and its modes.
 """
 
 import re
@@ -35,18 +35,19 @@ _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _CPU_KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 _ATTENTION = re.compile(r"attention|attn|transformer_encoder|_safe_softmax")
-"""Operators that compute attention; the last is met where SDPA takes plain math, and nowhere else."""
+"""Operators that compute attention. Only SDPA's math path calls `_safe_softmax`."""
 _ALLOWED = re.compile(r"^longspan\b|backward|bwd")
-"""Ours; and gradients of what ran before the context, which may be wanted inside."""
+"""Our operators, and backward operators: a graph from before the context may run backward inside."""
 _open: list["_Kernels"] = []
-"""The contexts of all threads; looked at only to tell whether a call that found none should have had one."""
+"""Open contexts of all threads. Read only for a call outside a context, to find whether it belongs to one."""
 
 
 @contextmanager
 def intercepted(attend: Callable[..., Tensor], slots: int) -> Iterator[None]:
-    """Inside, in this thread and the backward passes it starts, `attend` is SDPA, and other attention raises `SpecError`.
+    """Replace SDPA by `attend` in this thread and the backward passes it starts; other attention raises `SpecError`.
 
-    Threads of other work go on as ever, but for attention over as many rows as this rank has `slots`: these may be ours.
+    Threads started before are not affected, except that attention over as many rows as this rank has `slots` raises,
+    since it may belong to this context.
     """
     with (
         torch.compiler.set_stance("force_eager"),
@@ -72,14 +73,14 @@ def is_intercepted() -> bool:
 
 
 def traced(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v as they are, so that checkpointing which computes SDPA of them again after the context says that it cannot."""
+    """Return q, k, v, marked such that checkpointing raises if it recomputes their SDPA after the context has ended."""
     if torch.is_grad_enabled():
         return _Traced.apply(q, k, v)  # type: ignore[no-untyped-call]
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:  # it leaves no trace, and would compute with local keys
+        if frame.f_code is CheckpointFunction.forward.__code__:  # runs under no_grad: the marker is not saved
             raise SpecError(
-                "reentrant checkpointing calls attention again in backward, when context_parallel may have ended",
+                "reentrant checkpointing recomputes attention in backward, when context_parallel may have ended",
                 hint="set use_reentrant=False",
             )
         frame = frame.f_back  # type: ignore[assignment]
@@ -97,7 +98,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What the operator SDPA does in this process while a context is open; in threads of other work, what it always does."""
+    """Implement the SDPA operator while a context is open: `attend` in threads with a context, plain SDPA in others."""
     modes = _get_current_dispatch_mode_stack()
     call = next((mode.attend for mode in modes if isinstance(mode, _Kernels)), None)
     if call is None:
@@ -107,25 +108,25 @@ def _attend(
 
 
 def _guarded(kernel: Any, keyset: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """The kernel that SDPA ends in on CPU, where modes do not see it: in operators, other threads and compiled code."""
+    """Guard SDPA's CPU kernel against calls unseen by modes: in operators, other threads and compiled code."""
     if not is_own_kernel():
         _check_elsewhere(str(_CPU_KERNEL), query, key)
     return kernel.call_boxed(keyset, query, key, *args, **kwargs)
 
 
 def _check_elsewhere(name: str, query: Tensor, key: Tensor) -> None:
-    """Refuse a call without a context that may belong to one: of a thread started inside, or of as many rows and keys."""
+    """Refuse a call that may belong to another thread's context: a thread started inside, or `slots` rows."""
     rows = (query.shape[-2], key.shape[-2])
     for context in _open:
         if current_thread() not in context.other_threads or rows == (context.slots, context.slots):
             _refuse(
-                f"{name} of an operator of your own, or of another thread,",
-                "call it from the thread and the program that opened the block",
+                f"{name} in a custom operator, or in another thread,",
+                "call it from the thread that opened the block, outside custom operators",
             )
 
 
 class _Kernels(TorchDispatchMode):
-    """Sees every operator that computes, and carries what SDPA is now to where it is called."""
+    """Dispatch mode that refuses other attention operators, and holds the replacement for SDPA."""
 
     supports_higher_order_operators = True
 
@@ -137,7 +138,7 @@ class _Kernels(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is _SDPA:  # it comes whole where nothing is recorded for backward: in inference mode
+        if func is _SDPA:  # reaches the mode undecomposed in inference mode only
             return self.attend(*args, **kwargs or {})
         if (name := _hidden_attention(func)) is not None:
             _refuse(name, "call torch.nn.functional.scaled_dot_product_attention, or leave the block for it")
@@ -145,7 +146,7 @@ class _Kernels(TorchDispatchMode):
 
 
 class _Calls(TorchFunctionMode):
-    """Sees functions of PyTorch, of which one computes attention by products and a softmax of its own."""
+    """Function mode that refuses `multi_head_attention_forward` with weights, which uses bmm and softmax."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -156,12 +157,12 @@ class _Calls(TorchFunctionMode):
 
 
 def _refuse(name: str, hint: str) -> None:
-    raise SpecError(f"{name} was reached inside context_parallel, where it would see this rank's keys alone", hint=hint)
+    raise SpecError(f"{name} was called inside context_parallel, where it would see only this rank's keys", hint=hint)
 
 
 @lru_cache(maxsize=4096)
 def _hidden_attention(func: Callable[..., Any]) -> str | None:
-    """The name of an operator that computes attention and is not ours, or calls functions that may; else None."""
+    """Return the name of an operator that is not ours and computes attention, or is higher-order; otherwise None."""
     name = str(func)
     if isinstance(func, HigherOrderOperator) or (_ATTENTION.search(name) and not _ALLOWED.search(name)):
         return name
@@ -169,7 +170,7 @@ def _hidden_attention(func: Callable[..., Any]) -> str | None:
 
 
 class _Traced(torch.autograd.Function):
-    """Saves what SDPA does not: checkpointing that computes again, by SDPA as it then is, misses this tensor and says so."""
+    """Saves one tensor more than plain SDPA, so that checkpointing raises if it recomputes with plain SDPA."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -184,13 +185,13 @@ class _Traced(torch.autograd.Function):
 
 
 def _save(x: Tensor) -> tuple[Tensor, int]:
-    """What backward needs, by a name of its own: that of a buffer goes back to the global tensor when the context ends."""
+    """Save a detached alias: a saved buffer itself would get back its global data when the context ends."""
     return x.detach(), x._version
 
 
 def _saved(saved: tuple[Tensor, int]) -> Tensor:
     x, version = saved
-    if x._version != version:  # PyTorch leaves this to the hooks where there are any
+    if x._version != version:  # PyTorch does not check versions of tensors saved through hooks
         raise RuntimeError(
             f"a tensor of shape {tuple(x.shape)} that backward needs has been modified by an inplace operation: "
             f"it is at version {x._version}, expected version {version}"

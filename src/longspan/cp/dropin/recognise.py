@@ -1,12 +1,12 @@
-"""The bands of a dense mask: `attn_mask` of scaled_dot_product_attention -> `Mask`, where every query sees one run of keys.
+"""Dense mask to bands: `attn_mask` of scaled_dot_product_attention -> `Mask`, where every query sees one run of keys.
 
-    # . . . .    first key 0, 1 key      rows whose runs begin at one key or move with the row, and end likewise, are a band:
-    # # . . .    first key 0, 2 keys     here rows 0..1 (begin at key 0, end on the diagonal) and rows 2..4 (begin at key 2)
-    . . # . .
+    # . . . .    first key 0, 1 key      Successive rows are one band if the starts of their runs are equal or move with the
+    # # . . .    first key 0, 2 keys     row, and the ends too: here rows 0..1 (start at key 0, end on the diagonal) and
+    . . # . .                            rows 2..4 (start at key 2).
     . . # # .
     . . # # #
 
-A row that sees nothing is in no band.
+A row that sees no key is in no band.
 """
 
 from collections.abc import Iterator
@@ -19,34 +19,33 @@ from longspan.plan import Mask
 from longspan.plan import bands as algebra
 
 Array = np.ndarray
-_AS_A_MASK = "give a mask: bool, True where a query sees a key; or 0 there and -inf elsewhere"
+_AS_A_MASK = "give a bool mask, True where a query sees a key, or a float mask of 0 and -inf"
 
 
 def mask_of_dense(attn_mask: torch.Tensor, seq_len: int, expected: Mask | None = None) -> Mask:
-    """The mask that says the same as `attn_mask`, which broadcasts to `(..., S, S)`: bool, True where a query sees a key, or
-    0 there and -inf elsewhere.
+    """Return the `Mask` of `attn_mask`, which broadcasts to `(..., S, S)` and is bool (True: visible) or 0 and -inf.
 
-    Reads all of it, once. Raises `SpecError` if it says more than which keys a query sees, differs between batch rows or
-    heads, has a query that sees several runs of keys, or is not the `expected` mask, which may have such queries.
+    Raises `SpecError` if `attn_mask` has other values, differs between batch rows or heads, shows a query several runs
+    of keys, or differs from the `expected` mask, which may show several runs.
     """
     shape = tuple(attn_mask.shape)
     if len(shape) < 2 or any(size not in (1, seq_len) for size in shape[-2:]):
         raise SpecError(
             f"attn_mask of shape {shape} is not over the {seq_len} x {seq_len} pairs of the whole sequence",
-            hint="give the mask of the whole sequence, and leave it out of buffers; or set is_causal=True",
+            hint="give the mask of the whole sequence and leave it out of buffers, or set is_causal=True",
         )
     runs = _seen(attn_mask).expand(seq_len, seq_len)
     if expected is not None:
         if not torch.equal(runs.cpu(), torch.from_numpy(expected.dense())):
             raise SpecError(
-                "attn_mask is not the mask of the context", hint="leave attn_mask out: mask= says it already"
+                "attn_mask differs from the mask of context_parallel", hint="leave attn_mask out; mask= applies already"
             )
         return expected
     begins = runs[:, 0] + (runs[:, 1:] & ~runs[:, :-1]).sum(-1)
     if (several := int(begins.max())) > 1:
         raise SpecError(
-            f"attn_mask is no band: query {int(begins.argmax())} sees {several} separate runs of keys",
-            hint="say it in bands: set mask=Mask.bands(seq_len, bands) of context_parallel, or call longspan.attention",
+            f"attn_mask is not a band: query {int(begins.argmax())} sees {several} separate runs of keys",
+            hint="set mask=Mask.bands(seq_len, bands) of context_parallel, or call longspan.attention",
         )
     first = runs.view(torch.uint8).argmax(-1).cpu().numpy()
     return _merged(Mask.bands(seq_len, _bands(first, runs.sum(-1).cpu().numpy())))
@@ -58,14 +57,15 @@ def _merged(mask: Mask) -> Mask:
 
 
 def _seen(attn_mask: torch.Tensor) -> torch.Tensor:
-    """Bool `(S or 1, S or 1)`, True where a query sees a key; what all batch rows and heads share."""
-    different = [slice(None) if stride else slice(1) for stride in attn_mask.stride()[:-2]]  # what is expanded is one
+    """Return the bool mask `(S or 1, S or 1)` that all batch rows and heads share, True where a query sees a key."""
+    # Of an expanded dim (stride 0) compare only the first index.
+    different = [slice(None) if stride else slice(1) for stride in attn_mask.stride()[:-2]]
     parts = attn_mask.detach()[*different].reshape(-1, *attn_mask.shape[-2:])
     one = parts[0]
     if len(parts) > 1 and not bool((parts == one).all()):
         raise SpecError(
             f"attn_mask of shape {tuple(attn_mask.shape)} differs between batch rows or heads",
-            hint="call once for each row of the batch; or lay the rows end to end, as one sequence (Mask.concat)",
+            hint="call attention once for each batch row, or concatenate the rows to one sequence (Mask.concat)",
         )
     if one.dtype == torch.bool:
         return one
@@ -75,14 +75,14 @@ def _seen(attn_mask: torch.Tensor) -> torch.Tensor:
     if learned or not bool((seen | (one == float("-inf"))).all()):
         what = "a learned bias" if learned else "a bias, with values other than 0 and -inf"
         raise SpecError(
-            f"attn_mask is {what}; attention over a sharded sequence takes masks alone",
+            f"attn_mask is {what}; longspan attention takes masks only",
             hint=_AS_A_MASK,
         )
     return seen
 
 
 def _bands(first: Array, count: Array) -> Iterator[tuple[int, int, int, int, int | None, int | None]]:
-    """Bands of rows that see `count` keys from `first` on, each of as many rows as go on like its first two."""
+    """Yield bands for rows that see `count` keys from key `first`, each as tall as its first two rows allow."""
     last = first + count - 1
     begins, ends = np.diff(first), np.diff(last)
     steps = begins * 2 + ends  # 0..3 if both ends stay or move by one

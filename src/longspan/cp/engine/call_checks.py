@@ -1,4 +1,4 @@
-"""What an attention call must satisfy before anything moves: here, and compared over the ranks."""
+"""Checks of an attention call before any exchange: locally, then across the ranks."""
 
 import torch
 
@@ -22,19 +22,18 @@ def check_call(
     change: ScoreChange | None,
     agreed: set[str],
 ) -> None:
-    """Raise `SpecError` if the tensors do not fit the plan.
+    """Raise `SpecError` if the tensors do not fit the plan. The ranks compare plans, shapes, dtypes and scales.
 
-    The ranks compare plans, shapes, types and scales, and a problem of one rank is raised on all. On CPU they do so in every
-    call (0.1 ms over gloo). On CUDA, where the host runs ahead of the device and comparing would hold it up, they do so in the
-    first call of each kind, which is remembered in `agreed`: by a plan's share, or for all plans by a `ContextParallel`, whose
-    ranks compare plans once a micro-batch. There a problem that one rank has in a later call is raised on that rank alone; the
-    others end when their communicator's timeout does.
+    On CPU the ranks compare in every call (0.1 ms over gloo), and an error of one rank is raised on all. On CUDA the
+    comparison would make the host wait for the device, so the ranks compare only the first call of each kind. `agreed`
+    holds the kinds compared so far, for one plan's share, or for all plans of a `ContextParallel`, whose ranks compare
+    plans once a micro-batch. A rank with an error in a later call raises alone; the others end at their timeout.
     """
     problem: LongspanError | None = None
     try:
         _check_tensors(share, q, k, v, sink)
         if not 0 < scale < float("inf"):
-            raise SpecError(f"scale={scale} is not a positive number", hint="for a negative scale negate q instead")
+            raise SpecError(f"scale={scale} is not a positive number", hint="for a negative scale, negate q")
         _check_change(change, q)
         share.kernel_for(q, k, v, change)
     except LongspanError as error:
@@ -50,7 +49,7 @@ def check_call(
 def check_together(
     share: Share, agreed: set[str], device: torch.device, call: str, problem: LongspanError | None
 ) -> None:
-    """Raise the `problem`, here and on the other ranks, or if these have another plan or another kind of `call`."""
+    """Raise on all ranks if one has a `problem`, or if plans or kinds of `call` differ between ranks."""
     call = f"{share.name} {call}"
     if device.type == "cuda" and agreed:
         if problem is not None:
@@ -76,12 +75,12 @@ def _check_change(change: ScoreChange | None, q: Tensor) -> None:
     ):
         raise SpecError(
             f"alibi is {tuple(slopes.shape)} {slopes.dtype} on {slopes.device}",
-            hint=f"give a slope for each of the {q.shape[1]} query heads, floating, on {q.device}",
+            hint=f"give one floating-point slope for each of the {q.shape[1]} query heads, on {q.device}",
         )
 
 
 def _described(change: ScoreChange | None) -> str:
-    """What all ranks must have: on CUDA without the slopes' values, which would have to be waited for."""
+    """Describe the change for comparison. On CUDA without the slopes' values, whose reading would synchronise."""
     if change is None:
         return ""
     slopes = change.slopes
@@ -91,12 +90,12 @@ def _described(change: ScoreChange | None) -> str:
 def _check_tensors(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None) -> None:
     if share.staged:
         raise SpecError(
-            f"route {share.route!r} was given q, k and v of all heads, which it is there to avoid",
-            hint='give the layer\'s input to longspan.projected_attention (or UpipeAttention), or use route="ulysses"',
+            f"route {share.route!r} was given q, k and v of all heads, which this route exists to avoid",
+            hint='pass the layer\'s input to longspan.projected_attention (or UpipeAttention), or set route="ulysses"',
         )
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     if not q.ndim == k.ndim == v.ndim == 4:
-        raise SpecError(f"{shapes}: attention takes (batch, heads, slots, head_dim) tensors")
+        raise SpecError(f"{shapes}: attention takes 4-D tensors (batch, heads, slots, head_dim)")
     slots = share.work.slots
     if not q.shape[2] == k.shape[2] == v.shape[2] == slots:
         raise SpecError(
@@ -107,10 +106,13 @@ def _check_tensors(share: Share, q: Tensor, k: Tensor, v: Tensor, sink: Tensor |
         raise SpecError(f"{shapes}: batch sizes, KV heads of k and v, and head dims of q and k must agree")
     heads = check_heads(q.shape[1], k.shape[1])
     if share.heads is not None and heads != share.heads:
-        raise SpecError(f"{heads} query and KV heads were given; the plan was made for {share.heads}")
+        raise SpecError(
+            f"q and k have {heads} (query, KV) heads; the plan was made for {share.heads}",
+            hint=f"make the plan with heads={heads}",
+        )
     if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
         raise SpecError(
-            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: they must be alike"
+            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: dtypes and devices differ"
         )
     if sink is not None and sink.shape != (q.shape[1],):
-        raise SpecError(f"sink has shape {tuple(sink.shape)}; one logit for each of {q.shape[1]} query heads is needed")
+        raise SpecError(f"sink has shape {tuple(sink.shape)}; it needs one logit for each of {q.shape[1]} query heads")

@@ -1,8 +1,9 @@
-"""Runs one rank's share of any plan, forward and backward: tiles on this rank's queries while the next rows are in flight.
+"""Runs one rank's share of any plan, forward and backward: computes tiles while the rows of the next stage are in
+flight.
 
     B batch, H query heads, K KV heads, T slots of this rank, D head dim
 
-    local shards -> (heads exchanged: all rows of some heads) -> stages of rows -> tiles -> sums -> (back) -> local shards
+    local shards -> (head exchange: all rows of some heads) -> stages of rows -> tiles -> sums -> (back) -> local shards
 
 Partial results are merged in the plan's order, in at least fp32.
 """
@@ -32,7 +33,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank runs of a plan (without the plan, which may then be freed), in which group, by which kernel."""
+    """One rank's part of a plan, with its group and kernel. Holds no reference to the plan, which may be freed."""
 
     work: RankPlan
     route: str
@@ -44,17 +45,18 @@ class Share:
     group: Group
     kernel: str
     name: str = ""
-    """Of the mask among those of its sequence: the same in every batch."""
+    """Name of the mask in its sequence, the same in every batch."""
     kept: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
+    """Cache of launches, kernels and positions for all layers and batches that run this plan."""
 
     @property
     def whole_heads(self) -> HeadShare:
-        """This rank's part in the exchange of heads, on a route that has one."""
+        """This rank's part in the head exchange, for routes that have one."""
         assert self.work.heads is not None, "the route exchanges heads"
         return self.work.heads
 
     def launches(self, kernel: Kernel, step: Step, q: Tensor, backward: bool = False) -> list[Launch]:
-        """The calls that compute a step's tiles; worked out once for all layers and batches that run this plan."""
+        """Kernel calls that compute a step's tiles. Cached."""
         key = (id(step), kernel.name, q.device, q.dtype, q.shape[0] == 1, backward)
         if key not in self.kept:
             self.kept[key] = launches(kernel, step.tiles, q, backward)
@@ -63,11 +65,11 @@ class Share:
 
     @property
     def staged(self) -> bool:
-        """Whether attention works on a few heads at a time: route "upipe"."""
+        """Whether attention projects and computes a few heads at a time: route "upipe"."""
         return ROUTES[self.route].staged
 
     def kernel_for(self, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None) -> Kernel:
-        """The kernel of calls with such tensors; chosen once for all layers and batches that run this plan."""
+        """Kernel for these tensors. Cached."""
         changed = None if change is None else (change.softcap is None, change.slopes is None)
         deterministic = torch.are_deterministic_algorithms_enabled()
         key = ("kernel", q.device, q.dtype, k.shape[3], v.shape[3], changed, deterministic)
@@ -80,14 +82,14 @@ class Share:
 
     @property
     def regular(self) -> bool:
-        """Whether cuDNN has all tiles as they are, one or two a step, of shapes that return with every batch."""
+        """Whether cuDNN computes all tiles unsplit, at most two a step, in shapes that recur in every batch."""
         if "regular" not in self.kept:
             steps = [step.tiles for stage in self.work.stages for step in stage.steps]
             self.kept["regular"] = all(len(tiles) <= 2 and are_regular(tiles) for tiles in steps)
         return bool(self.kept["regular"])
 
     def at(self, change: ScoreChange | None, step: Step, launch: Launch, device: torch.device) -> ScoreChange | None:
-        """The change to the scores of one call, where these are on the token axis."""
+        """Return the change to the scores of one call, with its rows' and keys' places on the token axis."""
         if change is None or change.slopes is None:
             return change
         own: Step = self.work.stages[0].steps[0]
@@ -127,8 +129,8 @@ def run_forward(
     scale: float,
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` like q, lse of the rows computed here,
-    and what backward needs in place of q, k, v and out where heads were exchanged (else nothing)."""
+    """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` in q's dtype, lse of the rows
+    computed here, and the exchanged q, k, v, out that backward takes, if heads are exchanged."""
     q, k, v = map(_dense_rows, (q, k, v))
     kernel = share.kernel_for(q, k, v, change)
     with call("forward", share.route, kernel.name, share.work.rank, q.device) as meter:
@@ -157,8 +159,8 @@ def run_backward(
     scale: float,
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, shaped and typed like the local ones, and of the sink `(H,)` from the rows and heads computed here
-    (`(0,)` without one). q, k, v, out are what forward gave in their place, where it did."""
+    """Return the gradients of the local q, k, v, and of the sink `(H,)` from the rows and heads computed here (`(0,)`
+    without a sink). After a head exchange q, k, v and out are the exchanged ones that forward returned."""
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
     kernel = share.kernel_for(q, k, v, change)
     with call("backward", share.route, kernel.name, share.work.rank, q.device) as meter:
@@ -185,7 +187,7 @@ def attend_rows(
     meter: Call,
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse of the queries at hand over the rows that come by."""
+    """Out and lse of the given queries over the own rows and the rows that arrive."""
     q, k, v = qkv
     lane = Lane.on(q.device)
     result = Output(q, v, lane.home)
@@ -204,7 +206,7 @@ def attend_rows(
             del out, lse
 
     for _, _, steps in arriving_rows(share.work, (k, v), share.comm_dtype, share.group, meter):
-        while steps:  # rows that have been used are held no longer, while the next but one arrive
+        while steps:  # pop: frees rows after use, before those of the stage after the next arrive
             compute(*steps.pop(0))
     lane.join()
     return result.finish(sink)
@@ -223,9 +225,10 @@ def differentiate_rows(
     change: ScoreChange | None = None,
     partial: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the rows and heads at hand; dk, dv as wide as they were summed if they are `partial`, terms of a sum.
+    """Return the gradients of the given q, k, v, and of the sink. `partial` keeps dk and dv in the accumulation dtype,
+    as terms of a further sum.
 
-    The own shard comes last: what others found for it comes home meanwhile, and is added to what it found itself.
+    The own shard is computed last, while partial gradients of its keys return from other ranks.
     """
     q, k, v = qkv
     work, lane = share.work, Lane.on(q.device)
@@ -245,7 +248,7 @@ def differentiate_rows(
                 del saved
             _count(meter, launch)
             with lane.after(dq_tile, dk_tile, dv_tile):
-                arrived()  # what is added to came over the wire while the tile was computed
+                arrived()  # the partial gradients to add to were in flight during the kernel
                 with meter.spend("merging"):
                     dq.add(launch.q0, launch.q1, dq_tile)
                     gradients[0].add(launch.k0, launch.k1, dk_tile)
@@ -258,7 +261,7 @@ def differentiate_rows(
             with lane.after():
                 returning.expect(following)
             continue
-        for index in range(len(steps)):  # by index: a name would hold gradients that have left
+        for index in range(len(steps)):  # by index: a loop variable would keep sent gradients alive
             compute(*steps.pop(0), returning.here[index], returning.arrive)
         with lane.after():
             returning.arrive()
@@ -290,5 +293,5 @@ def _keys(x: Tensor, launch: Launch) -> Tensor:
 
 
 def _dense_rows(x: Tensor) -> Tensor:
-    """`x` with neighbouring elements in its last dim, which flash kernels take for granted without looking."""
+    """Return `x` with stride 1 in its last dim, which flash kernels assume without a check."""
     return x if x.stride(-1) == 1 else x.contiguous()

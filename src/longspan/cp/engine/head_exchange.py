@@ -1,10 +1,11 @@
-"""The exchange of heads among the members of a group: all heads of some rows become all rows of some heads, and back.
+"""Ulysses' exchange of heads among the members of a group: all heads of some rows become all rows of some heads, and
+back.
 
     B batch, H query heads (K KV heads), T slots of this rank, R slots of all members, D head dim
 
-    (B, H, T, D)  -- there -->  (B, H of this member, R, D), rows in the order of the sequence  -- back -->  (B, H, T, D)
+    (B, H, T, D)  -- there -->  (B, H of this member, R, D), rows in sequence order  -- back -->  (B, H, T, D)
 
-Tensors of one type travel in one all-to-all. A member's own rows and heads are copied straight to their place.
+All tensors of one dtype travel in one all-to-all. A member's own rows and heads are copied locally.
 """
 
 from collections.abc import Sequence
@@ -23,12 +24,12 @@ from longspan.plan import HeadShare, Place, RankPlan, Shape, Tile
 
 Tensor = torch.Tensor
 Parts = list[list[list[Tensor]]]
-"""For every member and tensor its pieces, `(B, heads, rows, D)` each."""
+"""Pieces `(B, heads, rows, D)` for each member and tensor: `parts[member][tensor]`."""
 
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """One member's side of it, in a call; `slots` and `rows` are T and R."""
+    """One member's side of the exchange in one attention call. `slots` is T, `rows` is R."""
 
     share: HeadShare
     slots: int
@@ -38,7 +39,7 @@ class HeadExchange:
 
     @classmethod
     def of(cls, work: RankPlan, group: Group, meter: Call) -> "HeadExchange | None":
-        """None where a plan exchanges no heads."""
+        """Return None if the plan exchanges no heads."""
         if work.heads is None:
             return None
         meter.head_shares = len(work.heads.members)
@@ -47,7 +48,8 @@ class HeadExchange:
     def gather(
         self, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str | None, again: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of all rows, these two as rounded for the wire; `again`: of more heads of the same rows."""
+        """Return q, k and v of all rows; k and v are rounded to `comm_dtype`. `again`: for more heads of the same rows,
+        which `rows_received` counts already."""
         wire = WIRES[comm_dtype]
         together, *rounded = self.there([q, wire.encode(k), wire.encode(v)])
         if not again:
@@ -55,7 +57,7 @@ class HeadExchange:
         return together, wire.decode(rounded[0], k), wire.decode(rounded[1], v)
 
     def there(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """`(B, heads, T, D)` of this rank's slots -> `(B, this member's heads, R, D)`; tensors with query or with KV heads."""
+        """`(B, all query or KV heads, T, D)` of this rank's slots -> `(B, this member's heads, R, D)`."""
         share = self.share
         live = share.tokens[share.member]
         leaving = [[[x[:, slice(*self._runs(x.shape[1])[m]), :live]] for x in tensors] for m in self._all]
@@ -73,9 +75,9 @@ class HeadExchange:
         return results
 
     def back(self, query: Sequence[Tensor], kv: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-        """Query heads, then KV heads: `(B, this member's, R, D)` -> `(B, all, T, D)` of type `dtype`; dead slots hold 0.
+        """`(B, this member's heads, R, D)` -> `(B, all heads, T, D)` in `dtype`, `query` tensors before `kv`.
 
-        KV heads that several members have are summed over these, in their order.
+        Padding slots hold 0. Replicated KV heads are summed over their members, in member order.
         """
         share, tensors = self.share, [*query, *kv]
         live = share.tokens[share.member]
@@ -104,15 +106,15 @@ class HeadExchange:
         return results
 
     def own_heads(self, sink: Tensor | None) -> Tensor | None:
-        """The sinks of this member's query heads."""
+        """Sink logits of this member's query heads."""
         return None if sink is None else sink[slice(*self.share.query[self.share.member])]
 
     def own_change(self, change: ScoreChange | None) -> ScoreChange | None:
-        """The change to the scores of this member's query heads."""
+        """Score change of this member's query heads."""
         return change and change.of_heads(slice(*self.share.query[self.share.member]))
 
     def all_heads(self, dsink: Tensor) -> Tensor:
-        """The gradient of this member's sinks among zeros for all others."""
+        """Gradient of the sink for all heads: this member's values, zeros elsewhere."""
         full = dsink.new_zeros(self.share.query[-1][1])
         full[slice(*self.share.query[self.share.member])] = dsink
         return full
@@ -129,8 +131,8 @@ class HeadExchange:
         return stop - start
 
     def _travel(self, tensors: Sequence[Tensor], leaving: Parts, shapes: Sequence[Sequence[Sequence[int]]]) -> Parts:
-        """Give every other member its pieces of each tensor and get theirs, shaped `shapes`; the own ones come back as they
-        are. Pieces are runs of rows that follow each other."""
+        """Send each other member its pieces and receive pieces of `shapes[member][tensor]`. The own pieces are returned
+        unchanged. The pieces of one tensor are concatenated along its rows."""
         share, own = self.share, self.share.member
         arrived: Parts = [list(pieces) for pieces in leaving]
         flights: list[Flight] = []
@@ -155,14 +157,14 @@ class HeadExchange:
 
 @dataclass(frozen=True)
 class GroupedKernel:
-    """A kernel for heads of which a KV head serves now more, now fewer query heads: one call for each run of equal ones."""
+    """A kernel for KV heads that serve unequal numbers of query heads: one call for each block with an equal number."""
 
     kernel: Kernel
     blocks: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
 
     @classmethod
     def of(cls, kernel: Kernel, share: HeadShare) -> "Kernel":
-        """`kernel` itself where all KV heads serve equally many."""
+        """Return `kernel` itself if all KV heads serve equally many query heads."""
         return kernel if len(share.blocks) == 1 else cls(kernel, share.blocks)
 
     @property
@@ -204,12 +206,12 @@ class GroupedKernel:
 
 
 def _at(x: Tensor, place: Place) -> Tensor:
-    """The rows of `x (B, heads, R, D)` at a place."""
+    """Return the rows of `x (B, heads, R, D)` at `place`, as a view."""
     rows = place.stop - place.start
     return x[:, :, place.first : place.first + place.step * (rows - 1) + 1 : place.step]
 
 
 def _rows_together(pieces: Sequence[Tensor], like: Sequence[int]) -> tuple[int, ...]:
-    """The shape of runs of rows put together, `like` this one where there are none."""
+    """Return the shape of the pieces concatenated along rows; batch, heads and dim as `like` if there are none."""
     B, heads, _, D = pieces[0].shape if pieces else like
     return B, heads, sum(piece.shape[2] for piece in pieces), D

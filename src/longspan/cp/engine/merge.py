@@ -1,4 +1,4 @@
-"""Merge partial attention results: in place, at least in fp32, whatever the inputs' type.
+"""Merge partial attention results in place, in at least fp32 whatever the inputs' dtype.
 
 lse = logaddexp(lse_a, lse_b);   out = out_a exp(lse_a - lse) + out_b exp(lse_b - lse)
 """
@@ -9,9 +9,9 @@ Tensor = torch.Tensor
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Fold `other_out (B, H, T, D)`, `other_lse (B, H, T)` into `out` and `lse`, which keep their (wider) type.
+    """Merge `other_out (B, H, T, D)` and `other_lse (B, H, T)` into `out` and `lse`, which keep their (wider) dtype.
 
-    A row that has seen nothing has lse -inf and out 0; merging two such rows gives such a row.
+    A row that has seen no key has lse -inf and out 0, and so has the merge of two such rows.
     """
     other_lse = other_lse.to(lse.dtype)
     weight = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == float("-inf"), 0)
@@ -20,14 +20,14 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
 
 
 def merge_sink_(out: Tensor, lse: Tensor, sink: Tensor) -> None:
-    """One more term in the denominator of every row: a logit per head, `sink (H,)`, whose value is 0."""
+    """Add `sink (H,)`, a logit per head with value 0, to the softmax denominator of every row, in place."""
     logits = sink.to(lse.dtype).view(1, -1, 1)
     out.mul_(torch.sigmoid(lse - logits).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, logits))
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
-    """d loss / d sink over the given rows, from the final `out` and `lse`: `-sum exp(sink - lse) (dout . out)`, `(H,)`."""
+    """Return d loss / d sink `(H,)`: `-sum exp(sink - lse) (dout . out)` over rows, with the final out and lse."""
     wide = lse.dtype
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
     weight = torch.exp(sink.to(wide).view(1, -1, 1) - lse)
@@ -35,5 +35,5 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tenso
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
+    """Return fp64 for fp64, otherwise fp32."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,7 +1,8 @@
-"""What a call takes over from torch's modes: autocast, as `scaled_dot_product_attention` does; and what it refuses.
+"""PyTorch modes around an attention call: autocast applies as in `scaled_dot_product_attention`, transforms are
+refused.
 
-autocast bf16       q, k, v in fp32 or less -> bf16; inside, nothing is cast any more
-vmap, jvp, grad     of torch.func, and forward-mode tangents: a `SpecError`, since operators would drop them in silence
+autocast bf16       q, k, v in fp32 or less -> bf16; nothing inside the call is cast
+vmap, jvp, grad     of torch.func, and forward-mode tangents: `SpecError`, since our operators would drop them silently
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def autocast_like_sdpa(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's type, where that is on for their device; fp64 stays what it is."""
+    """Cast the tensors to autocast's dtype if autocast is enabled for their device. fp64 stays fp64."""
     kind = tensors[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
@@ -25,13 +26,13 @@ def autocast_like_sdpa(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Types are what the tensors say: products inside are not cast down, in forward or in backward."""
+    """Disable autocast, so that products in forward and backward keep the dtypes of their tensors."""
     kind = device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 
 
 def refuse_transforms(*tensors: Tensor | None) -> None:
-    """Raise for tensors within `torch.func` transforms and for those that carry forward-mode tangents."""
+    """Raise `SpecError` for tensors inside `torch.func` transforms and for tensors with forward-mode tangents."""
     if torch.compiler.is_compiling():
         return
     for x in tensors:
@@ -39,11 +40,11 @@ def refuse_transforms(*tensors: Tensor | None) -> None:
             continue
         if is_functorch_wrapped_tensor(x):
             raise SpecError(
-                "attention over ranks was called inside a torch.func transform (vmap, grad, jvp, ...)",
-                hint="use torch.autograd.grad or .backward(); put what vmap runs over into the batch dim",
+                "longspan attention was called inside a torch.func transform (vmap, grad, jvp, ...)",
+                hint="use torch.autograd.grad or .backward(); in place of vmap use the batch dim",
             )
         if unpack_dual(x).tangent is not None:
             raise SpecError(
-                "a tensor with a forward-mode tangent was given: attention over ranks has no forward-mode derivative",
+                "an input has a forward-mode tangent; longspan attention has no forward-mode derivative",
                 hint="use reverse mode: torch.autograd.grad or .backward()",
             )

@@ -1,10 +1,10 @@
-"""The executor as registered operators, so that compiled code and selective checkpointing see two calls and no internals.
+"""The executor as registered operators: torch.compile and selective checkpointing see two calls and no internals.
 
-    longspan::attention_forward    q, k, v, ..., share, ... -> out, lse, what backward needs of exchanged heads
+    longspan::attention_forward    q, k, v, ..., share, ... -> out, lse, exchanged q, k, v, out for backward
     longspan::attention_backward   dout, q, k, v, out, lse, ..., share, ... -> dq, dk, dv, dsink
 
-Plan and group travel in a `Share`, registered as an opaque reference: one compilation serves every plan. This is the only file
-that touches that private registry.
+A `Share` holds plan and group and is registered as an opaque reference, so that one compilation serves every plan. Only
+this file uses torch's private registry of opaque types.
 """
 
 from typing import Any
@@ -24,15 +24,15 @@ Tensor = torch.Tensor
 
 
 class ShareRef(OpaqueBase):
-    """A `Share` that operators take, and the kinds of call for which its ranks have shown that they hold the same."""
+    """A `Share` as an operator argument, with the kinds of call that its ranks have compared already."""
 
     def __init__(self, share: Share, agreed: set[str] | None = None) -> None:
         self.share = share
         self.agreed: set[str] = set() if agreed is None else agreed
         heads = share.work.heads
         self.exchanged = [] if heads is None else [heads.num_query, heads.num_kv, share.work.rows, heads.kv[-1][1]]
-        """Query heads, KV heads and slots that this rank computes, and all KV heads, if heads are exchanged: what compiled
-        code must know to tell the shapes of results, and cannot read from an opaque object."""
+        """Query heads, KV heads and slots that this rank computes, and all KV heads; empty without a head exchange.
+        Fake kernels derive output shapes from these, the only member that compiled code can read."""
 
 
 register_opaque_type(
@@ -51,8 +51,8 @@ def attention_forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Out `(B, H, T, Dv)` of local shards; lse, and q, k, v, out in place of the local ones if heads are exchanged, of the rows
-    computed here. Sends and receives."""
+    """Return out `(B, H, T, Dv)` of the local shards, lse of the rows computed here, and after a head exchange the
+    exchanged q, k, v, out. Sends and receives."""
     change = ScoreChange.of(softcap, alibi)
     check_call(ref.share, q, k, v, sink, scale, change, ref.agreed)
     with without_autocast(q.device):
@@ -73,7 +73,7 @@ def attention_backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of the sink (empty without one). Sends and receives, whichever of them are wanted."""
+    """Return the gradients of q, k, v and of the sink (empty without one). Sends and receives whichever are needed."""
     with without_autocast(q.device):
         return run_backward(ref.share, dout, q, k, v, out, lse, sink, scale, ScoreChange.of(softcap, alibi))
 
@@ -145,7 +145,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
 def _refuse(ctx: Any, *_: Any) -> tuple[Any, ...]:
     raise SpecError(
-        "the gradient of a gradient was asked for: attention over ranks is differentiable once",
+        "a second derivative was requested; longspan attention is differentiable once",
         hint="leave create_graph out, or take second derivatives on one rank with scaled_dot_product_attention",
     )
 

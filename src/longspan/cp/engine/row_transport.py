@@ -1,9 +1,9 @@
-"""Moves key and value rows to the queries, and their partial gradients home, as the stages of a plan say.
+"""Moves key and value rows to the queries, and their partial gradients home, following the stages of a plan.
 
     B batch, K KV heads, R rows of a buffer, D head dim
 
-Keys and values travel head by head, `(B, K, R, D)`, as kernels read them fastest. Gradients are summed and travel rows first,
-`(R, B, K, D)`, as kernels write them: any run of rows is contiguous.
+Keys and values travel heads first, `(B, K, R, D)`, the layout that kernels read fastest. Gradients are summed and
+travel rows first, `(R, B, K, D)`, the layout that kernels write; any run of rows is contiguous in it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,19 +29,20 @@ Group = RankGroup | None
 
 
 class Lane:
-    """Where merging happens: on CUDA a stream beside the main one, so that the next kernel need not wait; else here and now.
+    """The CUDA side stream on which results are merged, so that the next kernel need not wait. On CPU: no stream.
 
         main   kernel 1 | kernel 2 | kernel 3                 kernel n + 1 waits for merge n - 1: then the memory of tile n - 1
-        lane              merge 1  | merge 2  | merge 3       may be used again, and two tiles at most are held
+        lane              merge 1  | merge 2  | merge 3       can be reused, and at most two tiles are held
 
-    CUDA's allocator hands memory out again as soon as the host lets go of it, ordered after what has been launched on the stream
-    that allocated it, and on no other. So memory must not change streams unless it is held until these have met:
+    The CUDA allocator reuses freed memory at once, ordered only after the work launched on the stream that allocated
+    it. A tensor used on both streams must therefore be held until they have synchronised:
 
-    - A tile's results are allocated on main and read on the lane: `after` holds them until main has waited for their merge.
-    - What outlives the call is allocated on main (`home`), whoever writes it first: on the lane it is written after all that main
-      launched before the block, and main sees it after `join`.
-    - What lives and dies on the lane (temporaries, gradients that travel) is allocated there. Hops are posted and waited for in
-      such blocks, so that it is the lane that waits for them.
+    - Results of a tile are allocated on main and read on the lane. `after` holds them until main has waited for the
+      merge.
+    - Tensors that outlive the call are allocated on main (`home`), whichever stream writes them first. The lane writes
+      them after the work that main launched before the block; main sees them after `join`.
+    - Tensors used on the lane alone (temporaries, gradients in flight) are allocated there. Hops are posted and waited
+      for in such blocks, so that the lane waits for them, not main.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -56,15 +57,15 @@ class Lane:
         return cls(_side_stream(device) if device.type == "cuda" else None)
 
     def after(self, *tensors: Tensor) -> AbstractContextManager[Any]:
-        """A block that runs once the kernels that were launched before it have written `tensors`, which it may let go of."""
+        """Return a context for work on the lane, after the kernels launched so far. Holds `tensors` until merged."""
         return nullcontext() if self.stream is None else self._block(self.stream, tensors)
 
     def home(self) -> AbstractContextManager[Any]:
-        """In such a block: allocate what outlives the call."""
+        """Inside an `after` block: a context that allocates on main, for tensors that outlive the call."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self._main)
 
     def join(self) -> None:
-        """Let what is launched from now on see what was made in such blocks."""
+        """Make main wait for the lane, so that kernels launched from now on see its results."""
         if self.stream is not None:
             self._merged.record(self.stream)
             self._let_go()
@@ -88,18 +89,17 @@ class Lane:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The lane of a device: one, so that its memory serves every call, and first in line, since a merge is short."""
+    """Return a device's stream: one for all calls, which share its memory; high priority, since merges are short."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 def arriving_rows(
     work: RankPlan, own: Rows, comm_dtype: str | None, group: Group, meter: Call
 ) -> Iterator[tuple[Stage, Stage | None, list[tuple[Step, Rows]]]]:
-    """Each stage, the stage after it, and its steps with their keys and values, a list that the caller may empty. While it
-    computes, the next arrive.
+    """Yield each stage, the stage after it, and its steps with their keys and values, a list that the caller may empty.
 
-    The rows of one stage are in use and those of one in flight. A rank waits only for what others posted at an earlier stage:
-    no cycle.
+    While the caller computes a stage, the rows of the next are in flight; at most these two are held. A rank waits only
+    for messages that others post at an earlier stage, so that no cycle of waits can arise.
     """
     wire = WIRES[comm_dtype]
     travels = own if not any(stage.sends for stage in work.stages) else (wire.encode(own[0]), wire.encode(own[1]))
@@ -122,7 +122,7 @@ def arriving_rows(
         flight = hop.post(group, meter, collective if following is not None else None)
         del hop, leaving
         steps = [(stage.steps[0], own)] if stage is work.stages[0] else _decoded(stage, buffers, own, wire)
-        buffers = arriving  # what is used up is not held while the next but one arrive
+        buffers = arriving  # drops used rows before those of the stage after the next arrive
         yield stage, following, steps
         flight.wait(meter)
 
@@ -134,7 +134,7 @@ def _decoded(stage: Stage, buffers: Sequence[Rows], own: Rows, wire: Wire) -> li
 
 @dataclass
 class _Incoming:
-    """Messages under way; what arrives packed is added to rows of its target once it is here."""
+    """Gradients in flight. Packed rows are added to their target on arrival."""
 
     flight: Flight
     packed: list[tuple[Tensor, Gradient, Runs]] = field(default_factory=list)
@@ -148,32 +148,32 @@ class _Incoming:
 
 
 class ReturningGradients:
-    """Partial dK, dV on their way: from the rank before, onwards to the next, and home from the farthest rank.
+    """Partial dK, dV in flight: from the previous rank, onwards to the next, and home from the last.
 
-    Beside the buffers in use and those that arrive, what came home is added to `home` once the next stage is computed.
+    Gradients that have come home are added to `home` after the next stage is computed.
     """
 
     def __init__(self, work: RankPlan, own: Rows, group: Group, meter: Call, lane: Lane) -> None:
         self._work, self._like, self._group, self._meter = work, own, group, meter
         self._arriving = self._homing = _Incoming(Flight())
-        self._adopts = lane.stream is None  # else a tile's memory is main's, and what travels is the lane's
+        self._adopts = lane.stream is None  # on CUDA tiles are allocated on main, gradients in flight on the lane
         keys, values = (Gradient(x, x.shape[2], home=lane.home) for x in own)
         self.home = (keys, values)
         self.here: list[KVGradient] = [self.home]
         self._collective = self.home[0].buffer(0) if work.means == "collective" else None
 
     def expect(self, stage: Stage | None) -> None:
-        """Before any gradient has been computed: make room for those of the first stage that is not our own."""
+        """Before any gradient is computed: allocate and receive those of the first stage after the own one."""
         hop = Hop()
         self._arriving = self._make_room(hop, stage)
         self._arriving.flight = hop.post(self._group, self._meter)
 
     def arrive(self) -> None:
-        """Wait until the partial gradients of the current stage are here (and those of the stage before have left)."""
+        """Wait until this stage's partial gradients have arrived, and those of the stage before have left."""
         self._arriving.wait(self._meter)
 
     def hand_over(self, stage: Stage, following: Stage | None) -> None:
-        """Send the finished gradients of `stage` on and home, and make room for those of the `following` stage."""
+        """Send the finished gradients of `stage` onwards and home; receive those of the `following` stage."""
         self._homing.wait(self._meter)
         onwards, homewards = Hop(), Hop()
         for step, gradients in zip(stage.steps, self.here, strict=True):
@@ -191,7 +191,7 @@ class ReturningGradients:
         self._homing.flight = homewards.post(self._group, self._meter, self._collective)
 
     def bring_home(self) -> None:
-        """Wait for everything that is still under way, and add what came home, in the plan's order."""
+        """Wait for all messages in flight, and add the gradients that came home, in the plan's order."""
         self.arrive()
         self._homing.wait(self._meter)
 
@@ -209,7 +209,7 @@ class ReturningGradients:
     def _receive(
         self, hop: Hop, transfer: Transfer, gradients: KVGradient, incoming: _Incoming, in_place: bool = False
     ) -> None:
-        """Receive rows for `gradients`: straight into place if that is allowed and they are one run, else packed."""
+        """Receive rows for `gradients`: directly into the sum if `in_place` and they are one run, otherwise packed."""
         for gradient in gradients:
             if in_place and len(transfer.runs) == 1:
                 start, stop = transfer.runs[0]
@@ -221,23 +221,23 @@ class ReturningGradients:
 
 
 def _buffers(rows: int, own: Rows, comm_dtype: str | None) -> Rows:
-    """Room for rows on their way, keys and values one after the other."""
+    """Allocate receive buffers for keys and values, adjacent in memory."""
     (width, dtype), (width_v, _) = (WIRES[comm_dtype].width(x) for x in own)
     keys, values = in_one_piece(own[0], [(*own[0].shape[:2], rows, width), (*own[1].shape[:2], rows, width_v)], dtype)
     return keys, values
 
 
 def in_one_piece(like: Tensor, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
-    """Uninitialised tensors of these shapes, one after the other in one piece of memory: a collective takes them as one."""
+    """Allocate uninitialised tensors, adjacent in one buffer, so that a collective needs no copy."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     flat = torch.split(like.new_empty(sum(sizes), dtype=dtype), sizes) if sizes else ()
     return [piece.view(tuple(shape)) for piece, shape in zip(flat, shapes, strict=True)]
 
 
 def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
-    """Rows of `x (B, K, R, D)` as contiguous messages: all of them or, head by head, a run of them without a copy; else packed.
+    """Return rows of `x (B, K, R, D)` as contiguous messages: one view per head for a single run, or one for all.
 
-    For a transfer that arrives, the same messages as places to fill.
+    For a received transfer, the same messages are the buffers to fill.
     """
     if transfer.by_head:
         start, stop = transfer.runs[0]
@@ -246,6 +246,6 @@ def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
 
 
 def pick(x: Tensor, runs: Runs, dim: int) -> Tensor:
-    """The rows of `runs`, contiguous: as they are if they are one contiguous run, else packed."""
+    """Return the rows of `runs` in one contiguous tensor: a view if they are one contiguous run, otherwise a copy."""
     parts: Sequence[Tensor] = [x.narrow(dim, start, stop - start) for start, stop in runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(tuple(parts), dim)

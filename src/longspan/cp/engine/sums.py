@@ -1,4 +1,4 @@
-"""What adds up over the tiles of a call: the output with its log-sum-exp, and gradients. In at least fp32, in place.
+"""Sums over the tiles of a call: the output with its log-sum-exp, and gradients. In at least fp32, in place.
 
 B batch, H query heads, K KV heads, T slots of this rank, D head dim
 """
@@ -14,20 +14,20 @@ from longspan.plan import Runs
 
 Tensor = torch.Tensor
 Home = Callable[[], AbstractContextManager[Any]]
-"""A context in which memory that stays is allocated: `Lane.home`."""
+"""Context in which to allocate memory that outlives the call: `Lane.home`."""
 
 
 class Output:
-    """The attention output of this rank's queries so far, `(B, H, T, Dv)` and `(B, H, T)`, merged in place."""
+    """Running output `(B, H, T, Dv)` and lse `(B, H, T)` of this rank's queries, merged in place."""
 
     def __init__(self, q: Tensor, v: Tensor, home: Home = nullcontext) -> None:
         self._like, self._home = q, home
         self._shape = (*q.shape[:3], v.shape[3])
         self._sum: tuple[Tensor, Tensor] | None = None
-        self._begun = 0  # no later row has been merged
+        self._begun = 0  # rows from here on have no result yet
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Merge what queries `start` to `stop` found. The first of a row is taken as it is."""
+        """Merge the result of a tile for queries `start` to `stop`. The first result of a row is copied or adopted."""
         if self._sum is None and stop - start == self._shape[2]:
             self._sum, self._begun = (out, lse), stop
             return
@@ -42,11 +42,11 @@ class Output:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """What holds the sum so far."""
+        """Tensors that hold the running sum."""
         return self._sum or ()
 
     def finish(self, sink: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Out in the type of q, and lse."""
+        """Return out in q's dtype, and lse."""
         out, lse = self._sum if self._sum is not None and sink is None else self._wide()
         if sink is not None:
             merge_sink_(out, lse, sink)
@@ -67,18 +67,18 @@ class Output:
 
 
 class Gradient:
-    """A sum of tile gradients, rows first, in at least fp32. The first tile is taken as it is where it covers all rows."""
+    """A sum of tile gradients, rows first, in at least fp32."""
 
     def __init__(self, like: Tensor, rows: int, home: Home = nullcontext, adopts: bool = True) -> None:
-        """For `rows` rows of a tensor like `like (B, K, *, D)`. `home`: where the sum is allocated; `adopts`: whether a tile may
-        become the sum."""
+        """Sum `rows` rows of a tensor like `like (B, K, *, D)`. `home`: context for allocating the sum. `adopts`:
+        whether a first tile that covers all rows may itself become the sum, without a copy."""
         B, K, _, D = like.shape
         self._like, self._shape, self._home, self._adopts = like, (rows, B, K, D), home, adopts
         self._wide = accumulation_dtype(like.dtype)
         self._sum: Tensor | None = None
 
     def add(self, start: int, stop: int, part: Tensor) -> None:
-        """Add `part (B, K, stop - start, D)` to those rows."""
+        """Add `part (B, K, stop - start, D)` to rows `start` to `stop`."""
         part = part.permute(2, 0, 1, 3)
         if self._sum is None and stop - start == self._shape[0]:
             as_it_is = self._adopts and part.dtype == self._wide and part.is_contiguous()
@@ -87,17 +87,17 @@ class Gradient:
             self.rows()[start:stop] += part
 
     def add_runs(self, runs: Runs, packed: Tensor) -> None:
-        """Add rows that lie one after the other in `packed` to those of `runs`."""
+        """Add the rows packed in `packed` to the rows of `runs`."""
         target = self.rows()
         for (start, stop), part in zip(runs, torch.split(packed, [b - a for a, b in runs]), strict=True):
             target[start:stop] += part
 
     def buffer(self, rows: int) -> Tensor:
-        """Room for that many rows, like those of the sum."""
+        """Allocate `rows` uninitialised rows of the sum's dtype and shape."""
         return self._like.new_empty(rows, *self._shape[1:], dtype=self._wide)
 
     def rows(self) -> Tensor:
-        """The sum so far, `(T, B, K, D)`."""
+        """Return the running sum `(T, B, K, D)`."""
         if self._sum is None:
             self._sum = self._empty().zero_()
         return self._sum
@@ -107,6 +107,6 @@ class Gradient:
             return self._like.new_empty(self._shape, dtype=self._wide)
 
     def finish(self, partial: bool = False) -> Tensor:
-        """`(B, K, T, D)` in the type of the input, or as wide as it is if it is `partial`, a term of a sum."""
+        """Return `(B, K, T, D)` in the input's dtype, or in the accumulation dtype if `partial`."""
         rows = self.rows() if partial else self.rows().to(self._like.dtype)
         return rows.permute(1, 2, 0, 3)

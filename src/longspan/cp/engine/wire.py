@@ -1,4 +1,4 @@
-"""Keys and values as they travel: as they are, in bf16, or in fp8 with a common exponent for every 32 elements (MXFP8).
+"""Communication dtypes of keys and values: their own, bf16, or fp8 with a shared exponent per 32 elements (MXFP8).
 
 fp8     element = e4m3 value * 2 ** (exponent byte - 127);   a head's row of D elements is D + ceil(D / 32) bytes
 """
@@ -12,26 +12,26 @@ from longspan.plan.comm_dtype import FP8_BLOCK
 Tensor = torch.Tensor
 
 _E4M3_FRACTION, _E4M3_EXPONENT = 1.75, 8
-"""The greatest e4m3 number is 1.75 * 2 ** 8."""
+"""The largest e4m3 number is 1.75 * 2 ** 8."""
 _BIAS = 127
 
 
 class Wire(Protocol):
-    """Encodes rows for their way; the last dim may change its size and type."""
+    """Encodes rows to a communication dtype. The last dim may change size and dtype."""
 
     def encode(self, x: Tensor) -> Tensor: ...
 
     def decode(self, x: Tensor, like: Tensor) -> Tensor:
-        """Rows with the type and the last dim of `like`."""
+        """Return rows in the dtype of `like`, with its last dim."""
         ...
 
     def width(self, like: Tensor) -> tuple[int, torch.dtype]:
-        """Size and type of the last dim on the way, for rows of `like`."""
+        """Return size and dtype of the encoded last dim, for rows like `like`."""
         ...
 
 
 class AsTheyAre:
-    """Rows travel in their own type."""
+    """Rows travel in their own dtype."""
 
     def encode(self, x: Tensor) -> Tensor:
         return x
@@ -57,14 +57,14 @@ class Bf16:
 
 
 class Fp8:
-    """Rows travel as e4m3 bytes, their exponents behind them."""
+    """Rows travel as e4m3 bytes, followed by their exponents."""
 
     def encode(self, x: Tensor) -> Tensor:
         D = x.shape[3]
         blocks = _blocks(x.float())
         fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
-        # The greatest element becomes one of [1, 1.75] * 2 ** 8, or half of (1.75, 2) * 2 ** 8, else cut off at 1.75.
-        # Next to the greatest float it is: half as much, rounded up, would come back infinite.
+        # Scale a block's largest element into [1, 1.75] * 2 ** 8, or from (1.75, 2) * 2 ** 8 to half of that. Close to the
+        # largest float saturate at 1.75 * 2 ** 8 instead: half of it, rounded up, would decode to inf.
         exponent = exponent - 1 - _E4M3_EXPONENT + (fraction > _E4M3_FRACTION / 2)
         exponent = exponent.clamp(-_BIAS, _BIAS - _E4M3_EXPONENT)
         most = _E4M3_FRACTION * 2**_E4M3_EXPONENT
@@ -84,7 +84,7 @@ class Fp8:
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """`(..., D)` -> `(..., ceil(D / 32), 32)`, zeros behind the end."""
+    """`(..., D)` -> `(..., ceil(D / 32), 32)`, zero-padded."""
     missing = -x.shape[-1] % FP8_BLOCK
     return torch.nn.functional.pad(x, (0, missing)).unflatten(-1, (-1, FP8_BLOCK))
 
