@@ -13,13 +13,14 @@ from longspan import ContextParallel, Mask, Topology
 from longspan.comm.launch import join_world, leave_world
 from longspan.data import Batch
 from longspan.model import Decoder, ModelConfig, apply_tensor_parallel, mean_loss_scale
-from longspan.topology import ModelShape, check_model
+from longspan.topology import check_model
+from longspan.train.axes import shape_of
 
 config = ModelConfig(
     vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=176, init_std=0.1
 )
 topology = Topology(dp=1, tp=2, cp=2)
-check_model(topology, ModelShape(config.num_layers, config.num_heads, config.num_kv_heads, 176, config.vocab_size))
+check_model(topology, shape_of(config))
 meshes = join_world(topology, timedelta(minutes=5), threads=1, device="cpu")
 
 with torch.device("meta"):
