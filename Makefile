@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+MUTANTS ?= 'longspan.plan.ring*' 'longspan.plan.arguments*' 'longspan.cp.engine.merge*'
 
-.PHONY: demo test quick check format clean
+.PHONY: demo test quick nightly coverage mutants check format clean
 
 $(STAMP): requirements/dev.txt requirements/model.txt pyproject.toml
 	$(PYTHON) -m venv .venv
@@ -15,11 +17,22 @@ demo: $(STAMP)          ## train on the standard library's sources with cp=2, th
 	$(BIN)/longspan train examples/demo.toml
 	$(BIN)/longspan verify examples/demo.toml
 
-test: $(STAMP)          ## every test
-	$(BIN)/python -m pytest
+test: $(STAMP)          ## every test but the widest matrices
+	$(PYTEST) -m "not nightly"
 
-quick: $(STAMP)         ## the tests of a few minutes
-	$(BIN)/python -m pytest -m "not slow"
+quick: $(STAMP)         ## the tests of under three minutes
+	$(PYTEST) -m "not slow and not nightly"
+
+nightly: $(STAMP)       ## every test
+	$(PYTEST)
+
+coverage: $(STAMP)      ## lines of plan/ and the engine that no test in one process reaches
+	$(PYTEST) -m "not slow and not nightly" --cov=longspan.plan --cov=longspan.cp.engine \
+	    --cov-report=term-missing:skip-covered tests/plan tests/cp/engine tests/cp/test_posting.py tests/cp/test_context.py
+
+mutants: $(STAMP)       ## break lines of MUTANTS one at a time; list the breaks that no test notices
+	$(BIN)/mutmut run $(MUTANTS)
+	$(BIN)/mutmut results
 
 check: $(STAMP)         ## format, lint, types, import contracts
 	$(BIN)/ruff format --check .
@@ -32,4 +45,4 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf .venv runs build dist src/*.egg-info
+	rm -rf .venv runs build dist mutants src/*.egg-info

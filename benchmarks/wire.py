@@ -20,7 +20,7 @@ import torch.distributed as dist
 from benchmarks.answers import HEAD_DIM, check, inputs, right
 from benchmarks.harness import save
 from benchmarks.nodes import HEADER_BYTES, Link, Nodes, two_nodes
-from longspan import Layout, Mask, attention, plan_attention, shard
+from longspan import Layout, Mask, attention, names, plan_attention, shard
 from longspan.errors import SpecError
 from longspan.names import ROUTES
 from longspan.plan import Phase, Plan
@@ -30,7 +30,7 @@ EXCESS = 1.03
 SLACK = 4096
 """Bytes a phase may carry however little is planned: a barrier before and after it, and gloo's header of each message."""
 PHASES: tuple[Phase, ...] = ("forward", "backward")
-LAYOUTS = ("contiguous", "zigzag", "striped")
+LAYOUTS = tuple(name for name in names.LAYOUTS if name != names.BALANCED)
 MASKS: dict[str, Callable[[int], Mask]] = {
     "causal": Mask.causal,
     "window": lambda S: Mask.causal(S, window=S // 16),
@@ -110,7 +110,7 @@ def survey(nodes: Nodes, cases: Sequence[Case]) -> list[Crossing]:
 def measure(link: Link, cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Bytes and packets that this rank sent: of each case the forward, then the backward."""
     found = []
-    for case in (Case(**names) for names in cases):
+    for case in (Case(**values) for values in cases):
         plan, rank = case.plan(), dist.get_rank()
         *own, dout = (shard(x, plan.layout, rank, 2) for x in inputs(case.seq_len, HEADS))
         leaves = [x.detach().requires_grad_() for x in own]

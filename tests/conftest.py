@@ -4,7 +4,7 @@ import pytest
 
 _STARTS_RANKS = {
     "run_ranks", "own_ranks", "share_out", "launch", "run_step", "run_on_ranks", "check_in_memory", "check_through",
-    "check_cases", "subprocess",
+    "check_cases", "subprocess", "CliRunner", "verify", "replay_on_ranks",
 }  # fmt: skip
 """Names in a test's module by which it starts processes: ranks of a world, or a command."""
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from longspan.advise import Costs, Planner
 from longspan.cli.plan import parse_tokens, plan
 from longspan.errors import SpecError
-from longspan.names import ROUTES
+from longspan.names import LAYOUTS, ROUTES
 from longspan.plan import Layout, Mask, plan_attention
 from longspan.report import describe, describe_topology
 from longspan.topology import Topology
@@ -108,7 +108,7 @@ def test_suffixes(text: str, tokens: int) -> None:
         ),
         (
             ("--seq-len", "8k", "--layout", "spiral"),
-            "error: layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced\n",
+            f"error: layout 'spiral' is not known\n\nhint: choose one of {', '.join(LAYOUTS)}\n",
         ),
         (("--seq-len", "0"), "error: seq_len=0: a mask covers at least one token\n"),
     ],

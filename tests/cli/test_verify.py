@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from longspan.cli.verify import verify
+from longspan.names import LAYOUTS
 from longspan.verify.judge import Verdict
 from longspan.verify.replay import replay_and_leave
 from tests.ranks import run_ranks
@@ -166,7 +167,7 @@ def test_exit_code_of_a_broken_rule(folder: Path, fault: str) -> None:
             ("--layout", "spiral"),
             "error: VerifyConfig: 1 invalid value\n"
             "  layouts.0: layout 'spiral' is not known\n\n"
-            "hint: choose one of contiguous, zigzag, striped, balanced\n",
+            f"hint: choose one of {', '.join(LAYOUTS)}\n",
         ),
         (
             ("--set", "parallel.wrapper=ddp", "--dtype", "fp64", "--dtype", "bf16"),

@@ -10,8 +10,10 @@ from longspan.advise import Planner
 from longspan.comm.traffic import record
 from longspan.cp.context import ContextParallel
 from longspan.errors import SpecError
+from longspan.names import LAYOUTS
 from longspan.plan import Mask
 from tests.oracle import Inputs, dense_attention, make_inputs, raised, relative_error
+from tests.plan.strategies import NAMES as LAYOUTS_WITHOUT_MASKS
 from tests.ranks import run_ranks
 
 
@@ -39,7 +41,7 @@ def opened(cp, mask, ids=None):
         ({"inner": 2}, "inner=2 does not apply to route 'ring', which has one level\n\nhint: leave inner out"),
         (
             {"layout": "spiral"},
-            "layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced",
+            f"layout 'spiral' is not known\n\nhint: choose one of {', '.join(LAYOUTS)}",
         ),
         (
             {"route": "tube"},
@@ -200,7 +202,7 @@ def _two_masks(group, rank, layout, as_mesh):
 
 
 @pytest.mark.parametrize("as_mesh", [False, True])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("layout", LAYOUTS_WITHOUT_MASKS)
 def test_two_masks_over_one_layout(layout, as_mesh):
     for results in run_ranks(2, _two_masks, layout, as_mesh):
         for name, mask in MASKS.items():

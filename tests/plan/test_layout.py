@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.errors import SpecError
+from longspan.names import LAYOUTS
 from longspan.plan import Layout, spans_of
 from longspan.plan.arguments import check_rank
 
@@ -140,7 +141,7 @@ def test_equal_layouts_are_equal_and_others_are_not():
         (lambda: Layout.striped(4, 0), "ranks=0: a layout needs at least one rank"),
         (
             lambda: Layout.named("spiral", 4, 2),
-            "layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced",
+            f"layout 'spiral' is not known\n\nhint: choose one of {', '.join(LAYOUTS)}",
         ),
         (lambda: Layout.zigzag(8, 2).positions(2), "rank 2 is not one of the 2 ranks 0..1"),
         (lambda: check_rank(-1, 4), "rank -1 is not one of the 4 ranks 0..3"),

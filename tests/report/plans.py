@@ -16,7 +16,6 @@ MASKS = {
     "shared prefix": Mask.shared_prefix(6, [5, 0, 9, 4]),
     "bands with blind queries": Mask.bands(24, [(3, 9, 0, 20, 2, 7), (12, 24, 10, 14, None, None)]),
 }
-LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 LEVELS = {name: kind.heads for name, kind in ROUTES.items()}

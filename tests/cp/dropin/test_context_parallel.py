@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention as imported_before
 from torch.utils.checkpoint import checkpoint
 
 from longspan import context_parallel
+from longspan.names import LAYOUTS
 from longspan.plan import Layout, Mask
 from tests.oracle import Inputs, dense_attention, make_inputs, raised, relative_error
 from tests.ranks import run_ranks
@@ -603,7 +604,7 @@ REFUSED_BUFFERS = [
     "layout 'balanced' is computed from a mask, and buffers are sharded before the first attention call\n\n"
     'hint: set mask=, such as Mask.documents(lengths); or layout="zigzag"',
     "no sequence length: there are no buffers and no mask\n\nhint: set seq_len to the global length",
-    "layout 'spiral' is not known\n\nhint: choose one of contiguous, zigzag, striped, balanced",
+    f"layout 'spiral' is not known\n\nhint: choose one of {', '.join(LAYOUTS)}",
     "buffers is a single tensor\n\nhint: give a tuple of tensors, such as (ids,)",
     "mask is a Tensor\n\nhint: give a longspan.Mask, or a dense one to SDPA",
 ]
