@@ -76,7 +76,7 @@ def test_num_parameters_of_smollm2_135m():
             {"intermediate_size": None},
             ["neither intermediate_size nor experts is given", "give intermediate_size for dense layers"],
         ),
-        ({"experts": EXPERTS}, ["both intermediate_size 48 and experts are given", "a intermediate_size of their own"]),
+        ({"experts": EXPERTS}, ["both intermediate_size 48 and experts are given", "its own intermediate_size"]),
     ],
 )
 def test_errors_name_the_values_and_the_way_out(changes, words):
