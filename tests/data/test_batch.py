@@ -252,7 +252,9 @@ def test_resets_of_positions_are_documents(make):
 
 def test_positions_that_are_refused():
     ids = np.arange(8).reshape(2, 4)
-    with pytest.raises(DataError, match="position 4 at row 1, token 0 begins the row; a position must be 0 or one more"):
+    with pytest.raises(
+        DataError, match="position 4 at row 1, token 0 begins the row; a position must be 0 or one more"
+    ):
         Batch.from_positions(ids, ids)  # one document over two rows, or two shards of it
     with pytest.raises(DataError, match="position 3 at row 0, token 2 follows 1"):
         Batch.from_positions(ids, [[0, 1, 3, 4], [0, 1, 2, 3]])
