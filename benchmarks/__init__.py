@@ -1,1 +1,1 @@
-"""Measurements: longspan beside plain PyTorch. Each file is one command, `python -m benchmarks.<name>`."""
+"""Benchmarks of longspan against plain PyTorch. Each file is one command, `python -m benchmarks.<name>`."""

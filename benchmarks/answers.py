@@ -1,4 +1,4 @@
-"""Inputs of the benchmarks on two nodes, and the right answer by plain SDPA on one rank: no figure for a wrong result."""
+"""Inputs of the two-node benchmarks, and their check against plain SDPA on one rank."""
 
 from functools import cache
 
@@ -12,7 +12,7 @@ HEAD_DIM = 64
 
 @cache
 def inputs(seq_len: int, heads: tuple[int, int]) -> list[torch.Tensor]:
-    """q, k, v and dout `(1, H or K, S, D)` in fp32, the same on every rank."""
+    """Return q, k, v and dout `(1, H or K, S, D)` in fp32, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     num_q, num_kv = heads
     return [torch.randn(1, n, seq_len, HEAD_DIM, generator=generator) for n in (num_q, num_kv, num_kv, num_q)]
@@ -20,10 +20,10 @@ def inputs(seq_len: int, heads: tuple[int, int]) -> list[torch.Tensor]:
 
 @cache
 def right(mask: Mask, heads: tuple[int, int]) -> list[torch.Tensor]:
-    """out, dq, dk, dv of the whole sequence."""
+    """Return out, dq, dk, dv of the whole sequence by SDPA."""
     *leaves, dout = inputs(mask.seq_len, heads)
     leaves = [x.detach().requires_grad_() for x in leaves]
-    causal = mask == Mask.causal(mask.seq_len)  # spares S x S booleans
+    causal = mask == Mask.causal(mask.seq_len)  # avoids an S x S mask
     dense = None if causal else torch.from_numpy(mask.dense())
     out = F.scaled_dot_product_attention(*leaves, attn_mask=dense, is_causal=causal, enable_gqa=heads[0] != heads[1])
     out.backward(dout)
@@ -31,7 +31,7 @@ def right(mask: Mask, heads: tuple[int, int]) -> list[torch.Tensor]:
 
 
 def check(name: str, ours: list[torch.Tensor], answer: list[torch.Tensor], layout: Layout, rank: int) -> None:
-    """Raise if this rank's out, dq, dk or dv is off by more than 1e-4 of the tensor's largest value."""
+    """Raise AssertionError if this rank's out, dq, dk or dv is off by more than 1e-4 of the tensor's maximum."""
     for what, mine, whole in zip(("out", "dq", "dk", "dv"), ours, answer, strict=True):
         off = (mine - shard(whole, layout, rank, 2)).abs().max() / whole.abs().max()
         if off > 1e-4:

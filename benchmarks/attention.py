@@ -1,14 +1,14 @@
-"""Every route at cp=2, one thread a rank, beside `scaled_dot_product_attention` in one process with two threads.
+"""Time every route at cp=2 (one thread per rank) against `scaled_dot_product_attention` in one process (two threads).
 
     python -m benchmarks.attention [--repeats 9] [--only "window float32"] [--route ring] [--json out.json]
 
     causal    time over SDPA's
-    window    time over what its visible pairs would take at full causal SDPA's speed
-    layer     projections included, "upipe" with 2 of 16 heads a stage: time over the plain layer's, and the peak of what it
-              holds beside inputs, weights and output over that of the layer by "ulysses"
+    window    time over the time of its visible pairs at the speed of causal SDPA
+    layer     with projections, "upipe" with 2 of 16 heads per stage: time over the plain layer's, and peak memory beside
+              inputs, weights and output over that of route "ulysses"
 
-Three processes in one world: two ranks of the CP group and one for SDPA; who is not measured sleeps in a barrier. A repeat
-runs SDPA and each route in an order that turns from repeat to repeat. Results are compared before anything is timed.
+Three processes share one world: two ranks of the CP group and one for SDPA. Idle processes sleep in a barrier. Each repeat runs
+SDPA and every route, in rotating order. Results are checked before timing.
 """
 
 import os
@@ -28,7 +28,7 @@ from longspan import Layout, Mask, Plan, UpipeAttention, attention, plan_attenti
 from longspan.comm.launch import launch
 
 BASELINE = 2
-"""The rank that runs SDPA; ranks 0 and 1 are the CP group."""
+"""Rank of the SDPA process; ranks 0 and 1 are the CP group."""
 ROUTES = ("ring", "rotate", "allgather", "exchange", "ulysses", "usp")
 LAYER_ROUTES = ("ulysses", "upipe")
 HEADS_PER_STAGE = 2
@@ -73,7 +73,7 @@ Run = Callable[[], tuple[torch.Tensor, ...]]
 @click.command(help=__doc__)
 @click.option("--repeats", default=9, show_default=True, help="Repeats to keep per case.")
 @click.option("--most", default=25, show_default=True, help="Repeats to try at most.")
-@click.option("--only", default="", help="Cases whose name holds all these words.")
+@click.option("--only", default="", help="Measure cases whose name contains all these words.")
 @click.option("--route", "routes", multiple=True, help="Routes; repeatable. Default: all.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(repeats: int, most: int, only: str, routes: tuple[str, ...], output: Path | None) -> None:
@@ -89,7 +89,7 @@ def _show(result: dict) -> None:
 
 
 def measure(cases: list[Case], routes: Sequence[str], repeats: int, most: int) -> list[dict]:
-    """All cases; the same list on every rank."""
+    """Measure all cases. Returns the same list on every rank."""
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     group = dist.new_group([0, 1])
     try:
@@ -147,7 +147,7 @@ def _measure(case: Case, routes: Sequence[str], group: dist.ProcessGroup, repeat
 
 
 def _inputs(case: Case) -> list[torch.Tensor]:
-    """q, k, v and the gradient of out; of a layer x, its weights and the gradient of y."""
+    """Return q, k, v and the gradient of out; for a layer, x, its weights and the gradient of y."""
     torch.manual_seed(0)
     hidden_size, kv = case.heads * case.head_dim, case.kv_heads * case.head_dim
     if case.kind == "layer":
@@ -177,7 +177,7 @@ def _with_gradients(tensors: Sequence[torch.Tensor], forward: Callable[..., torc
 
 
 def _sdpa(case: Case, exact: bool = False) -> Run:
-    """Full causal, whatever the window: what a window is measured against. `exact`: by a dense mask, what it must equal."""
+    """Return causal SDPA, the baseline also of a window. `exact`: with the window's dense mask, to check results against."""
     gqa = case.heads != case.kv_heads
     mask = torch.from_numpy(case.mask.dense()) if exact and case.window else None
 
@@ -214,7 +214,7 @@ def _longspan(case: Case, route: str, group: dist.ProcessGroup) -> Run:
 
 
 def _compare(plan: Plan, results: list[list[torch.Tensor]], right: list[torch.Tensor]) -> None:
-    """No figure without a right answer. A weight's gradient is a sum over the ranks, all else is a shard."""
+    """Assert that results match `right`. Gradients of weights are summed over ranks; all other tensors are shards."""
     for index, want in enumerate(right):
         parts = [results[rank][index] for rank in (0, 1)]
         if want.ndim == 2:
@@ -237,7 +237,7 @@ def _everyone(value: object) -> list:
 
 
 def _parts(run: Run) -> dict[str, float]:
-    """Where rank 0 spends its time."""
+    """Return the seconds that rank 0 spends in kernels, waiting and merging."""
     with record() as calls:
         run()
     names = ("kernels", "waiting", "merging")
@@ -245,7 +245,7 @@ def _parts(run: Run) -> dict[str, float]:
 
 
 def _peak(run: Run) -> int:
-    """The most a run holds at a time beyond what it returns."""
+    """Return the peak bytes of a run beyond its results."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         results = run()

@@ -1,10 +1,10 @@
-"""What every axis of a run sends in a step, counted and by formula, and what a block keeps for backward beside one rank's.
+"""Count the traffic of every axis in a step, next to its formula, and the activation memory of a block against one rank.
 
     python -m benchmarks.axes [--tp 2] [--cp 2] [--dp 1] [--pp 1] [--ep 1] [--seq-len 1024]
 
-Bytes are those of one rank, the one that sends most over that axis; attention, hidden states between stages and rows of experts
-follow from a plan, a schedule and a router, so no formula is printed for them. Keeps: what autograd saved of a block's forward,
-weights apart; peak: the most that its forward and backward held at a time. docs/reference/traffic.md has the formulas.
+Bytes are of the rank that sends most over the axis. Attention, hidden states between stages and rows of experts depend on a
+plan, a schedule and a router, and have no formula here. "keeps": activations saved for backward by a block, without weights.
+"peak": maximum memory of its forward and backward. For the formulas see docs/reference/traffic.md.
 """
 
 import gc
@@ -46,7 +46,7 @@ PROPORTIONS = {
     "num_kv_heads": 2,
     "intermediate_size": 448,
 }
-"""Those of Llama 3 8B between width, heads and MLP."""
+"""Ratios of hidden size, heads and intermediate size are those of Llama 3 8B."""
 EXPERTS = {"num_experts": 4, "top_k": 2, "intermediate_size": 112}
 
 
@@ -55,7 +55,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "intermediate_size": 112}
 @click.option("--cp", default=2, show_default=True)
 @click.option("--dp", default=1, show_default=True)
 @click.option("--pp", default=1, show_default=True)
-@click.option("--ep", default=1, show_default=True, help="Above 1: the layers have experts.")
+@click.option("--ep", default=1, show_default=True, help="Above 1, layers have experts.")
 @click.option("--replicas", default=1, show_default=True)
 @click.option("--sp/--no-sp", default=True, show_default=True)
 @click.option("--route", default="ring", show_default=True)
@@ -79,7 +79,7 @@ def main(seq_len: int, gradient_accumulation_steps: int, output: Path | None, **
 
 
 def make_config(seq_len: int, gradient_accumulation_steps: int, parallel: dict[str, Any]) -> TrainConfig:
-    """A small model of Llama 3's proportions on these axes, in fp32."""
+    """Return the configuration of a small fp32 model of Llama 3's proportions on these axes."""
     model = PROPORTIONS | ({"intermediate_size": None, "experts": EXPERTS} if parallel["ep"] > 1 else {})
     return TrainConfig.model_validate(
         {
@@ -92,7 +92,7 @@ def make_config(seq_len: int, gradient_accumulation_steps: int, parallel: dict[s
 
 
 def traffic_of_step(config: TrainConfig, seq_len: int) -> list[dict[str, Any]]:
-    """For each axis and kind, what the rank that sends most over it sent in one step, and the formula. Runs in every rank."""
+    """Return, for each axis and kind, the traffic of one step of the rank that sends most, and the formula's. Collective."""
     meshes = join_world(topology_of(config), timedelta(minutes=5), threads=1)
     try:
         step = TrainStep(make_stages(config, meshes), meshes, config)
@@ -113,7 +113,7 @@ def traffic_of_step(config: TrainConfig, seq_len: int) -> list[dict[str, Any]]:
 
 
 def step_shape(config: TrainConfig, pp_rank: int, slots: list[int]) -> StepShape:
-    """What the formulas need to know of a run with one stage a rank, whose micro-batches have these slots on a rank."""
+    """Return the inputs of the formulas, for a run with one stage per rank and micro-batches of `slots` slots per rank."""
     model, topology = model_config(config), topology_of(config)
     stages = stages_of(config, model)
     layers, first, last = stages[pp_rank], pp_rank == 0, pp_rank == len(stages) - 1
@@ -142,7 +142,7 @@ def step_shape(config: TrainConfig, pp_rank: int, slots: list[int]) -> StepShape
 
 
 def block_shapes(model: ModelConfig, tp: int) -> tuple[Shape, ...]:
-    """Of a block's weights on a rank of tp, experts apart."""
+    """Return the shapes of a block's weights on one rank of tp, without experts."""
     E, D = model.hidden_size, model.head_dim
     query, kv = model.num_heads * D // tp, model.num_kv_heads * D // tp
     attention: list[Shape] = [(query, E), (kv, E), (kv, E), (E, query), (E,), (E,), *[(D,)] * (2 * model.qk_norm)]
@@ -154,7 +154,7 @@ def block_shapes(model: ModelConfig, tp: int) -> tuple[Shape, ...]:
 
 
 def expert_shapes(model: ModelConfig, ep: int) -> tuple[Shape, ...]:
-    """Of a layer's experts on a rank of ep."""
+    """Return the shapes of a layer's experts on one rank of ep."""
     if model.experts is None:
         return ()
     number, ffn, E = model.experts.num_experts // ep, model.experts.intermediate_size, model.hidden_size
@@ -163,15 +163,15 @@ def expert_shapes(model: ModelConfig, ep: int) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True)
 class Activations:
-    """Of a block: bytes that autograd saved in forward, weights and rotary tables apart, each storage once; and the most bytes
-    that forward and backward held together, beside weights, their gradients and the input."""
+    """Memory of a block, in bytes. `saved`: storages saved for backward, without weights and rotary tables. `peak`: maximum in
+    forward and backward, without weights, their gradients and the input."""
 
     saved: int
     peak: int
 
 
 def ratios(config: TrainConfig, seq_len: int) -> dict[str, dict[str, float]]:
-    """Saved and peak bytes of a block on the worst rank over those on one rank, with SP and without. Starts ranks."""
+    """Return saved and peak bytes of a block on the worst rank over those on one rank, with and without SP. Starts ranks."""
     parallel = config.parallel.model_copy(update={"dp": 1, "pp": 1, "dp_replicate": 1})
     config = config.model_copy(update={"parallel": parallel, "gradient_accumulation_steps": 1})
     one = parallel.model_copy(update={"tp": 1, "cp": 1})
@@ -201,7 +201,7 @@ def _activations(config: TrainConfig, seq_len: int) -> list[Activations]:
 
 
 def block_activations(config: TrainConfig, meshes: Meshes, seq_len: int) -> Activations:
-    """Of the first block of a run, by itself, on this rank's part of a row. Collective over tp x cp."""
+    """Measure the first block of a run alone, on this rank's part of a row. Collective over tp x cp."""
     model = meta_model(config)
     if meshes.topology.tp > 1:
         apply_tensor_parallel(model, meshes.data["tp"], sequence=config.parallel.sp)
@@ -217,24 +217,24 @@ def block_activations(config: TrainConfig, meshes: Meshes, seq_len: int) -> Acti
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    # All that is saved stays alive until backward, so an address is one storage.
+    # Saved tensors stay alive until backward, so an address identifies a storage.
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = run()
-    out.backward(torch.ones_like(out))  # gradients of weights exist from here on
+    out.backward(torch.ones_like(out))  # allocates the gradients of weights
     del out
 
     def both() -> None:
         out = run()
         out.backward(torch.ones_like(out))
 
-    # gloo's own thread may let go of a buffer a little after it is done with it: the least of several.
+    # Take the minimum: gloo's own thread may free a buffer late.
     return Activations(sum(kept.values()), min(peak_of(both) for _ in range(3)))
 
 
 def peak_of(function: Callable[[], Any]) -> int:
-    """Bytes that `function` held at most beyond those before it."""
+    """Return the peak bytes of `function` above those allocated before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    gc.collect()  # what is freed meanwhile would count against what is held
+    gc.collect()  # garbage freed during the call would lower the peak
     with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         function()
     return peak_bytes(profiler)
@@ -243,7 +243,7 @@ def peak_of(function: Callable[[], Any]) -> int:
 def _block_of(
     model: Decoder, config: TrainConfig, meshes: Meshes, batch: Batch
 ) -> tuple[Callable[[], Tensor], tuple[Tensor, Tensor]]:
-    """The first block's forward on this rank's slots, and its rotary tables."""
+    """Return the first block's forward on this rank's slots, and its rotary tables."""
     cp = make_context(config, model.config, meshes)
     mask = model.config.mask_names[0]
     with cp.sequence(masks_of(batch, (mask,))) as sequence:
@@ -257,7 +257,7 @@ def _block_of(
 
 
 def row_of(config: TrainConfig, seq_len: int, seed: int) -> Batch:
-    """One document of random tokens, as the loader would number them."""
+    """Return one document of random tokens, numbered as by the loader."""
     ids = np.random.default_rng(seed).integers(1, model_config(config).vocab_size, seq_len)
     return replace(Batch.from_documents([ids]), numbers=np.arange(seq_len))
 

@@ -1,8 +1,9 @@
-"""What a rank sends over each axis of a run, whoever sends it: FSDP2, DTensor, pipelining, our own hops.
+"""Count what a rank sends over each axis of a run, by FSDP2, DTensor, pipelining and longspan's own hops.
 
 with census(meshes) as traffic:
     step(batches, 0)
-traffic.by_axis["tp"].elements_sent;  traffic.by_kind["cp", "send"].calls;  traffic.by_issuer["shard", "torch.distributed.fsdp"]
+traffic.by_axis["tp"].elements_sent; traffic.by_kind["cp", "send"].calls
+traffic.by_issuer["shard", "torch.distributed.fsdp"].bytes_sent
 """
 
 import sys
@@ -25,7 +26,7 @@ from longspan.comm.meshes import Meshes
 
 @dataclass(frozen=True)
 class Counts:
-    """Collectives and messages, and what this rank sent in them: exact, so a third of an element stays a third."""
+    """Number of collectives and messages, and what this rank sent in them, as exact fractions."""
 
     calls: int = 0
     elements_sent: Fraction = Fraction(0)
@@ -38,7 +39,7 @@ class Counts:
 
 
 class Sent(NamedTuple):
-    """One call: on which axis, of which kind ("all-gather", "send", ...), from which module, and what it counts for."""
+    """One call: its axis, its kind ("all-gather", "send", ...), the issuing module and its counts."""
 
     axis: str
     kind: str
@@ -47,7 +48,7 @@ class Sent(NamedTuple):
 
 
 class Census(list[Sent]):
-    """The calls of this rank in which several ranks take part, in order. Receiving alone is none."""
+    """The calls of this rank in groups of several ranks, in order, without receives."""
 
     @property
     def by_axis(self) -> dict[str, Counts]:
@@ -75,18 +76,18 @@ class Census(list[Sent]):
 def census(meshes: Meshes) -> Iterator[Census]:
     """Count what this rank sends inside the block, forward and backward.
 
-    An axis is named by the ranks of the group: tp, cp, dp, pp, or the product along which they differ, such as "tp-cp";
-    "world" for all ranks where that is a product. FSDP2's groups are "shard", "replica" and "edp", and that of rows on their
-    way to experts "ep", though their ranks may be those of another axis too ("edp" is "shard" where it has the same). Groups of
-    one rank send nothing and are left out.
+    An axis is named after the ranks of the group: tp, cp, dp, pp, or the product along which they differ, such as "tp-cp";
+    "world" if that product is all ranks. Groups of FSDP2 are named "shard", "replica" and "edp" ("edp" becomes "shard" if the
+    groups are equal), and the group of rows sent to experts "ep", even if another axis has the same ranks. Groups of one rank
+    are left out.
 
-    Elements sent are those of a ring, or of any other way without waste, of P ranks: all-gather of n a rank, (P - 1) n;
-    reduce-scatter to n a rank, (P - 1) n; all-reduce of n, 2 n (P - 1) / P; all-to-all, what goes to other ranks; a message,
-    itself; broadcast and scatter by their root, gather and reduce by the others, what a message to each peer would send.
+    Elements sent are those of an optimal algorithm, such as a ring, over P ranks. All-gather of n per rank: (P - 1) n.
+    Reduce-scatter to n per rank: (P - 1) n. All-reduce of n: 2 n (P - 1) / P. All-to-all: elements for other ranks. Message:
+    its elements. Broadcast and scatter (on the root), gather and reduce (on the others): as messages to each peer.
 
-    Seen is every operator of c10d and of functional collectives that this thread calls, or the thread of autograd that runs its
-    backward: torch hands the mode on to it. Graphs that were compiled or captured before run without asking a mode; code
-    that calls NCCL by itself is not seen either. A collective that is not known here raises `NotImplementedError`.
+    Counted are operators of c10d and of functional collectives called by this thread, or by the autograd thread that runs its
+    backward (torch passes the dispatch mode on). Not counted are graphs compiled or captured before, and direct calls of NCCL.
+    Raises NotImplementedError: an unknown collective.
     """
     traffic = Census()
     with _Census(meshes, traffic):
@@ -103,10 +104,10 @@ class _Census(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # it comes back as operators on what is local
+            return NotImplemented  # DTensor dispatches again, on local tensors
         space = getattr(func, "namespace", "")
         if space == "longspan":
-            # An operator of ours sends inside itself, where a mode is not asked but for this.
+            # longspan's operators communicate inside, where the mode is off unless it is entered again.
             device = next(x.device.type for x in args if isinstance(x, Tensor))
             with self:
                 return func.redispatch(torch._C.DispatchKeySet(_KEYS[device]), *args, **kwargs)
@@ -116,7 +117,7 @@ class _Census(TorchDispatchMode):
 
     def _count(self, name: str, values: dict[str, Any]) -> None:
         if name not in _KINDS:
-            raise NotImplementedError(f"{name} is a collective that the census does not know")
+            raise NotImplementedError(f"{name} is a collective without a rule in the census")
         kind, payload_of, factor_of = _KINDS[name]
         group = _group(values)
         place = _Place(dist.get_rank(group), dist.get_world_size(group), values)
@@ -130,7 +131,7 @@ class _Census(TorchDispatchMode):
 
 
 class _Names:
-    """Names of groups."""
+    """Names of process groups by axis."""
 
     def __init__(self, meshes: Meshes) -> None:
         self.topology = meshes.topology
@@ -151,14 +152,14 @@ class _Names:
 
 
 class _Place(NamedTuple):
-    """This rank's in the group of a call, and the call's arguments by name."""
+    """This rank in the group of a call, and the call's arguments by name."""
 
     rank: int
     size: int
     values: dict[str, Any]
 
     def among(self, *names: str) -> Any:
-        """The argument of the first of these names that there is."""
+        """Return the first existing argument of `names`."""
         return next(self.values[name] for name in names if name in self.values)
 
     @property
@@ -177,7 +178,7 @@ def _to_others(place: _Place) -> Any:
 
 
 def _part_of_others(place: _Place) -> Fraction:
-    """Of an all-to-all, without splits in equal parts."""
+    """Return the share of an all-to-all that goes to other ranks; parts are equal without splits."""
     splits = place.among("input_split_sizes") if "input_split_sizes" in place.values else []
     sizes = list(splits) or [1] * place.size
     return Fraction(sum(sizes) - sizes[place.rank], sum(sizes) or 1)
@@ -196,7 +197,7 @@ def _once(place: _Place) -> Fraction:
 
 
 _Rule = tuple[str, Callable[[_Place], Any], Callable[[_Place], Fraction]]
-"""Kind of a call, the tensors it is about, and how many times their elements a rank sends."""
+"""Kind of a call, its payload tensors, and the factor of their elements that a rank sends."""
 
 _GATHER: _Rule = ("all-gather", _given, _all_others)
 _SCATTER: _Rule = ("reduce-scatter", _given, _share_of_others)
@@ -226,7 +227,7 @@ _SILENT = {
     "recv_", "recv_any_source_", "irecv", "barrier", "monitored_barrier_", "check_for_nan", "wait_tensor",
     "_wrap_tensor_autograd",
 }  # fmt: skip
-"""Operators that send no element."""
+"""Operators that send nothing."""
 
 _SPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 _KEYS = {"cpu": torch._C.DispatchKey.CPU, "cuda": torch._C.DispatchKey.CUDA}
@@ -250,7 +251,7 @@ def _tensors(x: Any) -> list[Tensor]:
 
 
 def _issuer() -> str:
-    """The module that issued a collective: the innermost of ours or of a part of torch that trains."""
+    """Return the module that issued a collective: the innermost frame of longspan or of a module in `_NAMED`."""
     frame = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")

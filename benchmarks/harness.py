@@ -1,4 +1,4 @@
-"""What the benchmarks share: whether other programs used the cores, medians with their spread, memory and bytes, the record."""
+"""Shared parts of the benchmarks: CPU use by other programs, medians and quartiles, memory, bytes, JSON records."""
 
 import json
 import os
@@ -21,12 +21,12 @@ from longspan.comm.hops import Flight
 from longspan.comm.traffic import Call
 
 FOREIGN_LIMIT = 0.03
-"""A repeat counts only if programs other than ours used less than this share of the cores while it ran."""
+"""A repeat is kept only if other programs used at most this share of the cores meanwhile."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU seconds so far: of the whole machine, and of this process."""
+    """CPU seconds used so far by the whole machine and by this process."""
 
     machine: float
     own: float
@@ -40,10 +40,10 @@ class Usage:
 
 
 def foreign_share(before: Usage, seconds: float, total: Callable[[torch.Tensor], Any] = dist.all_reduce) -> float:
-    """The share of all cores that other programs used since `before`; `seconds` is the wall time. Collective.
+    """Return the share of all cores that other programs used since `before`, in `seconds` of wall time. Collective.
 
-    `total` sums a tensor in place over all processes of the benchmark. All get the same share, from the means of what each saw
-    of the machine and the clock: they decide by it whether to go on.
+    `total` sums a tensor in place over all processes of the benchmark. The share is computed from means over processes, so
+    that all get the same value and take the same decision.
     """
     after = Usage.now()
     sums = torch.tensor([after.own - before.own, after.machine - before.machine, seconds, 1.0], dtype=torch.float64)
@@ -54,7 +54,7 @@ def foreign_share(before: Usage, seconds: float, total: Callable[[torch.Tensor],
 
 @dataclass(frozen=True)
 class Spread:
-    """Median, and the quartiles around it, of some repeats."""
+    """Median and quartiles of some repeats."""
 
     median: float
     low: float
@@ -74,8 +74,8 @@ class Spread:
 
 @contextmanager
 def freed_here() -> Iterator[None]:
-    """Let what has travelled be freed by the thread that waited for it: the profiler sees the frees of no other, and gloo's own
-    thread, if it lets go last, would seem to leave it all held. A pause after each arrival, so nothing is timed meanwhile."""
+    """Free received buffers on the waiting thread inside the block: the profiler misses frees by gloo's own thread, and the
+    buffers would appear to be held. Sleeps after each arrival, so do not time anything meanwhile."""
     wait = Flight.wait
 
     def patient(flight: Flight, call: Call) -> None:
@@ -88,7 +88,7 @@ def freed_here() -> Iterator[None]:
 
 
 def peak_bytes(profiler: torch.profiler.profile) -> int:
-    """The highest running sum of the profiled allocations and frees, in the order they happened."""
+    """Return the maximum of the running sum of profiled allocations and frees."""
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     held = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
@@ -98,7 +98,7 @@ def peak_bytes(profiler: torch.profiler.profile) -> int:
 
 
 def tcp_bytes_sent() -> int:
-    """Payload that this process's TCP sockets have sent, by the kernel's own count (`struct tcp_info`, Linux)."""
+    """Return the payload bytes sent by this process's TCP sockets, by the kernel's count (`struct tcp_info`, Linux)."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -115,6 +115,6 @@ def tcp_bytes_sent() -> int:
 
 
 def save(path: Path | None, record: Any) -> None:
-    """Write a JSON record where asked for."""
+    """Write a JSON record to `path`, if given."""
     if path is not None:
         path.write_text(json.dumps(record, indent=1, default=vars) + "\n")

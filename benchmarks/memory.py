@@ -1,9 +1,9 @@
-"""Peak activations of a training step by profiler memory events, parameters and optimizer apart: cp=4 beside cp=1.
+"""Measure peak activation memory of a training step by profiler memory events: cp=4 against cp=1.
 
     python -m benchmarks.memory [--seq-len 16384]
 
-The events count every allocation of the step, inside operators too. Peak is above what was held when the step began, with
-gradients allocated already; logits are included.
+Memory events cover every allocation, also inside operators. The peak is relative to the start of the step, when parameters,
+gradients and optimizer state are allocated. It includes logits.
 """
 
 from datetime import timedelta
@@ -40,13 +40,13 @@ def main(seq_len: int, cp: int, config: Path, output: Path | None) -> None:
 
 
 def peak_of_step(config: TrainConfig, cp: int, seq_len: int) -> list[int]:
-    """Peak bytes of one step above its start, on every rank."""
+    """Return the peak bytes of one step above its start, for every rank."""
     meshes = join_world(Topology(dp=1, cp=cp), timedelta(minutes=5))
     try:
         step = TrainStep(make_stages(config, meshes), meshes, config.model_copy(update={"steps": 10}))
         generator = torch.Generator().manual_seed(0)
         batch = Batch.from_documents([torch.randint(1, 256, (seq_len,), generator=generator).numpy()])
-        step([batch], 0)  # optimizer state and the parameters' buffers exist from here on
+        step([batch], 0)  # allocates optimizer state and gradients
         activities = [torch.profiler.ProfilerActivity.CPU]
         with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
             step([batch], 1)

@@ -1,4 +1,4 @@
-"""Two "nodes" on one machine: network namespaces joined by a link whose rate is set at will and whose bytes are counted.
+"""Two "nodes" on one machine: network namespaces joined by a link with a rate limit and byte counters.
 
     with two_nodes() as nodes:
         of_rank_0, of_rank_1 = nodes.run("benchmarks.wire:measure", cases=[...])
@@ -7,7 +7,7 @@
      rank 0, 10.77.0.1, veth0 ======================== veth1, 10.77.0.2, rank 1
         tbf limits what rank 0 sends                tbf limits what rank 1 sends
 
-Needs root, `ip` and `tc`. The namespaces see nothing but each other, and are gone when the block ends, however it ends.
+Needs root, `ip` and `tc`. The namespaces reach only each other, and are removed when the block ends, also on errors.
 """
 
 import ctypes
@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
 HEADER_BYTES = 14 + 20 + 20 + 12
-"""Ethernet, IPv4 and TCP (with its timestamps) in front of each packet's payload. The veth carries segments of up to 64 KB."""
+"""Bytes of Ethernet, IPv4 and TCP headers (with timestamps) per packet. The veth carries segments of up to 64 KB."""
 
 _ADDRESSES = ("10.77.0.1", "10.77.0.2")
 _PORT = 29500
@@ -43,11 +43,11 @@ _NAME = re.compile(r"longspan-(\d+)-[01]")
 
 
 class NodesError(click.ClickException):
-    """Two nodes cannot be made here, or a rank on them failed."""
+    """The two nodes cannot be created, or a rank on them failed."""
 
 
 def unavailable() -> str | None:
-    """Why this process cannot make two nodes and what to do, or None if nothing is known to be missing."""
+    """Return why this process cannot create two nodes, with a hint, or None if nothing is known to be missing."""
     if os.geteuid() != 0:
         return (
             f"two nodes need root to make network namespaces, and this is user {os.geteuid()}\n\nhint: run it as root"
@@ -60,7 +60,7 @@ def unavailable() -> str | None:
 
 @contextmanager
 def two_nodes() -> Iterator["Nodes"]:
-    """Make the namespaces and their link, unlimited at first; take them down again after the block, an error or SIGTERM."""
+    """Create the namespaces and an unlimited link, and remove them after the block, an error or SIGTERM."""
     reason = unavailable()
     if reason is not None:
         raise NodesError(reason)
@@ -70,7 +70,7 @@ def two_nodes() -> Iterator["Nodes"]:
         try:
             for name in names:
                 _call("ip", "netns", "add", name)
-            # Both ends are made where they belong: nothing shows up in the machine's own namespace.
+            # Create each end inside its namespace, so that nothing appears in the machine's own.
             _call("ip", "link", "add", "veth0", "netns", names[0], "type", "veth", "peer", "veth1", "netns", names[1])
             for rank, name in enumerate(names):
                 _bring_up(name, f"veth{rank}", _ADDRESSES[rank])
@@ -80,7 +80,7 @@ def two_nodes() -> Iterator["Nodes"]:
 
 
 def namespaces() -> list[str]:
-    """Namespaces of any process of these tools that exist now."""
+    """List the existing namespaces of this module, of any process."""
     listed = [line.split()[0] for line in _call("ip", "netns", "list").splitlines() if line]
     return [name for name in listed if _NAME.fullmatch(name)]
 
@@ -92,10 +92,10 @@ class Nodes:
     names: tuple[str, str]
 
     def run(self, function: str, timeout: float = 3600.0, **arguments: Any) -> list[Any]:
-        """What `function`, "module:name", returned on rank 0 and on rank 1. It is given a `Link` and the arguments.
+        """Call `function`, "module:name", with a `Link` and the arguments on both ranks, and return both results.
 
-        Each rank is a new process with one thread and gloo joined over the link. Arguments and results travel as JSON. If
-        a rank fails the other is ended, and a `NodesError` says what failed.
+        Each rank is a new process with one thread, in a gloo group over the link. Arguments and results are passed as JSON.
+        If a rank fails, the other is killed. Raises NodesError: a rank failed.
         """
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"{rank}.json" for rank in (0, 1)]
@@ -118,7 +118,7 @@ class Nodes:
             **os.environ,
             "GLOO_SOCKET_IFNAME": f"veth{rank}",
             "OMP_NUM_THREADS": "1",
-            "TORCH_CPP_LOG_LEVEL": "ERROR",  # the store warns that the addresses have no host names
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # silences the store's warning about addresses without host names
         }
         command = [sys.executable, "-c", "from benchmarks.nodes import serve; serve()", json.dumps(task, default=vars)]
         return subprocess.Popen(["ip", "netns", "exec", self.names[rank], *command], cwd=ROOT, env=environment)
@@ -126,7 +126,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class Link:
-    """This rank's end of the link, for use inside the rank's process."""
+    """This rank's end of the link, used in the rank's process."""
 
     device: str
 
@@ -136,26 +136,26 @@ class Link:
         if "tbf" in _call("tc", "qdisc", "show", "dev", self.device):
             _call("tc", "qdisc", "del", "dev", self.device, "root")
         if bits_per_second is not None:
-            # A burst of a millisecond lets timers keep up at high rates and gives little away; below 64 KB the kernel would
-            # have to cut segments. The queue holds what sockets may have in flight: nothing is dropped, TCP never backs off.
+            # A burst of one millisecond suffices for timers at high rates, and its error is small; below 64 KB the kernel
+            # would split segments. The queue holds all bytes that sockets have in flight: no drops, so TCP never backs off.
             burst = max(70_000, int(bits_per_second / 8 * 0.001))
             rate = ("rate", f"{int(bits_per_second)}bit", "burst", str(burst), "limit", str(64 << 20))
             _call("tc", "qdisc", "add", "dev", self.device, "root", "tbf", *rate)
         dist.barrier()
 
     def sent(self) -> tuple[int, int]:
-        """Bytes, headers included, and packets that left this end so far, by the device's own counters."""
+        """Return the bytes (with headers) and packets sent from this end so far, by the device's counters."""
         folder = Path("/sys/class/net") / self.device / "statistics"
         return int((folder / "tx_bytes").read_text()), int((folder / "tx_packets").read_text())
 
 
 def transfer(send: int, receive: int) -> float:
-    """Seconds until both ranks have what the other sent: so many bytes, at once in both directions. Collective."""
+    """Return the seconds to send and receive the given bytes, in both directions at once, on the slower rank. Collective."""
     other = 1 - dist.get_rank()
     outgoing, incoming = torch.zeros(send, dtype=torch.uint8), torch.zeros(receive, dtype=torch.uint8)
     dist.barrier()
     began = time.perf_counter()
-    # Receives first: gloo tells the sender "ready" in the stream that carries data, where it would queue behind our own.
+    # Receives first: gloo signals the sender in the stream that carries data, where it would queue behind our own data.
     operations = [dist.P2POp(dist.irecv, incoming, other), dist.P2POp(dist.isend, outgoing, other)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
@@ -165,7 +165,7 @@ def transfer(send: int, receive: int) -> float:
 
 
 def serve() -> None:
-    """A rank's process: join the other, run the function, leave its result or its error in the file."""
+    """Run one rank's process: join the group, call the function, write its result or error to the file."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: do not outlive the benchmark
     task = json.loads(sys.argv[1])
     file, rank = Path(task["file"]), task["rank"]
@@ -183,7 +183,7 @@ def serve() -> None:
 
 
 def _wait_for(ranks: list[subprocess.Popen], deadline: float) -> None:
-    """Until both have ended, or soon after one has failed: the other then sees its peer gone and can say where."""
+    """Wait until both ranks have ended, or 2 s after one failed: the other then raises its own error."""
     while any(rank.poll() is None for rank in ranks):
         if any(rank.poll() for rank in ranks):
             deadline = min(deadline, time.monotonic() + 2.0)
@@ -197,7 +197,7 @@ def _describe(rank: int, ended: tuple[subprocess.Popen, dict[str, Any] | None]) 
     if answer is not None and "error" in answer:
         return f"rank {rank} failed: {answer['error']}"
     if process.returncode == -signal.SIGKILL:
-        return f"rank {rank} was ended"
+        return f"rank {rank} was killed"
     return None if process.returncode == 0 and answer is not None else f"rank {rank} exited with {process.returncode}"
 
 
@@ -205,13 +205,13 @@ def _bring_up(name: str, device: str, address: str) -> None:
     _call("ip", "-n", name, "link", "set", "lo", "up")
     _call("ip", "-n", name, "address", "add", f"{address}/30", "dev", device)
     _call("ip", "-n", name, "link", "set", device, "up")
-    # Reno is in every kernel and, as nothing is lost here, fills the link; BBR, some machines' default, pauses to probe.
+    # Reno is in every kernel and fills the link, since nothing is lost; BBR, the default of some machines, pauses to probe.
     route = ("10.77.0.0/30", "dev", device, "src", address, "congctl", "reno")
     _call("ip", "-n", name, "route", "replace", *route)
 
 
 def _remove(names: Any) -> None:
-    """Delete those that exist; with the namespaces goes the link."""
+    """Delete the existing namespaces of `names`, and the link with them."""
     for name in set(names) & set(namespaces()):
         _call("ip", "netns", "del", name)
 
@@ -228,7 +228,7 @@ def _call(*command: str) -> str:
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM would end the process without a word and leave the namespaces behind."""
+    """Turn SIGTERM into SystemExit inside the block, so that the namespaces are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

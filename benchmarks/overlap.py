@@ -1,11 +1,11 @@
-"""How much of a hop hides under compute: attention at P=2 over a slow link beside the same over an unlimited one.
+"""Measure how much of a hop is hidden by compute: attention at P=2 over a slow link against an unlimited link.
 
     python -m benchmarks.overlap [--routes ring,rotate,exchange] [--repeats 9] [--json out.json] [--plot out.png]
 
-Needs root, `ip` and `tc` (benchmarks/nodes.py), and both cores to itself. The link is slowed until one KV hop, the bytes that
-the busier rank sends in a forward, takes 0.6 of the tiles of one of the forward's two steps; a plain transfer of those bytes
-shows that it does. Repeats time both links, one after the other, in alternating order. Beside them: what it would take to
-wait for the same bytes first and compute then. fp32, zigzag, causal; outputs and gradients are compared before.
+Needs root, `ip` and `tc` (benchmarks/nodes.py), and two idle cores. The link rate is set so that one KV hop, the bytes that
+the busier rank sends in forward, takes 0.6 of the compute time of one of forward's two steps. A plain transfer of the same
+bytes checks that. Repeats time both links in alternating order. Also reported: the time without overlap, when ranks wait for
+the bytes first and compute then. fp32, zigzag, causal. Outputs and gradients are checked first.
 """
 
 import statistics
@@ -26,12 +26,12 @@ from longspan import Layout, Mask, attention, plan_attention, record, shard
 from longspan.names import ROUTES
 
 HOP_SHARE = 0.6
-"""Of a step's tiles."""
+"""Time of the hop over the compute time of a step."""
 SHARE_ERROR = 0.05
-"""A ratio holds for nothing where the hop's share came out further off than this."""
+"""No verdict is given if the measured share differs from `HOP_SHARE` by more than this, relatively."""
 STEPS = 2
 LIMITS = {"forward": 1.08, "forward + backward": 1.15}
-"""Time on the slow link over time on the unlimited one, at most."""
+"""Maximum of time on the slow link over time on the unlimited link."""
 HEADS = (8, 8)
 
 
@@ -40,7 +40,10 @@ HEADS = (8, 8)
 @click.option("--repeats", default=9, show_default=True, help="Repeats to keep per route.")
 @click.option("--most", default=25, show_default=True, help="Repeats to try at most.")
 @click.option(
-    "--foreign", default=FOREIGN_LIMIT, show_default=True, help="Drop repeats with more foreign use of the cores."
+    "--foreign",
+    default=FOREIGN_LIMIT,
+    show_default=True,
+    help="Drop repeats in which other programs used a larger share of the cores.",
 )
 @click.option("--seq-len", default=8192, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path))
@@ -58,7 +61,7 @@ def main(
             seen = nodes.run("benchmarks.overlap:measure", **arguments)[0]
             if not seen["kept"]:
                 busy = f"other programs used more than {foreign:.0%} of the cores in each of {most} repeats"
-                raise NodesError(f"{route}: {busy}\n\nhint: end them, or allow for them with --foreign 1")
+                raise NodesError(f"{route}: {busy}\n\nhint: stop them, or set --foreign 1 to keep such repeats")
             results.append(summarise(**seen))
             click.echo(_table(results[-1]))
     save(output, results)
@@ -70,18 +73,18 @@ def main(
 
 @dataclass(frozen=True)
 class Turn:
-    """One run of a call over one link, the slower rank's seconds: until the forward was done, and the backward after it."""
+    """One call over one link, in seconds of the slower rank, as [forward, backward]."""
 
     seconds: list[float]
     waiting: list[float]
     alone: list[float]
-    """What the bytes of each phase take on this link when nothing is computed."""
+    """Time to transfer the bytes of each phase on this link without compute."""
     tiles: float
-    """Seconds in kernels of a step of the forward, mean of the ranks."""
+    """Seconds in kernels per step of forward, mean over ranks."""
 
 
 def measure(link: Link, route: str, seq_len: int, repeats: int, most: int, foreign: float) -> dict[str, Any]:
-    """One route: pairs of turns, the same on both ranks."""
+    """Measure one route. Returns the same record on both ranks."""
     rank = dist.get_rank()
     layout, mask = Layout.zigzag(seq_len, 2), Mask.causal(seq_len)
     plan = plan_attention(layout, mask, route=route, heads=HEADS)
@@ -118,7 +121,7 @@ def measure(link: Link, route: str, seq_len: int, repeats: int, most: int, forei
 
 
 def summarise(kept: list[dict[str, dict]], dropped: int, **rest: Any) -> dict[str, Any]:
-    """The record of a route, from what `measure` saw."""
+    """Summarise the record of `measure`."""
     turns = [{name: Turn(**turn) for name, turn in pair.items()} for pair in kept]
     share = Spread.of([pair["slow"].alone[0] / pair["free"].tiles for pair in turns])
     as_set = abs(share.median / HOP_SHARE - 1) <= SHARE_ERROR
@@ -133,7 +136,7 @@ def summarise(kept: list[dict[str, dict]], dropped: int, **rest: Any) -> dict[st
 
 
 def _phase(kept: list[dict[str, Turn]], until: int, limit: float, as_set: bool) -> dict[str, Any]:
-    """Forward alone (`until` 1), or backward with it (2)."""
+    """Summarise forward (`until` 1), or forward and backward (2)."""
     free = [sum(turns["free"].seconds[:until]) for turns in kept]
     slow = [sum(turns["slow"].seconds[:until]) for turns in kept]
     alone = [sum(turns["slow"].alone[:until]) for turns in kept]
@@ -151,7 +154,7 @@ def _phase(kept: list[dict[str, Turn]], until: int, limit: float, as_set: bool) 
 
 
 def _runner(plan: Any, rank: int) -> Callable[[], tuple[list[torch.Tensor], list[float], list[Any]]]:
-    """A call forward and backward: its out and gradients, the seconds of each phase, and what was recorded."""
+    """Return a forward and backward call that returns out and gradients, the seconds of each phase, and recorded calls."""
     *own, dout = (shard(x, plan.layout, rank, 2) for x in inputs(plan.seq_len, HEADS))
 
     def run() -> tuple[list[torch.Tensor], list[float], list[Any]]:
@@ -168,7 +171,7 @@ def _runner(plan: Any, rank: int) -> Callable[[], tuple[list[torch.Tensor], list
 
 
 def _turn(run: Callable, sizes: list[list[int]]) -> Turn:
-    """Plain transfers and a call over the link as it is."""
+    """Time plain transfers and one call over the current link."""
     alone = [transfer(*size) for size in sizes]
     dist.barrier()
     _, seconds, calls = run()
@@ -185,7 +188,7 @@ def _turn(run: Callable, sizes: list[list[int]]) -> Turn:
 
 
 def _calibrate(link: Link, run: Callable, sizes: list[list[int]]) -> float:
-    """The rate in bits per second at which the forward's bytes take their share of a step's tiles, by trying."""
+    """Search the rate, in bits per second, at which forward's bytes take `HOP_SHARE` of a step's compute time."""
     wanted = HOP_SHARE * statistics.median(_turn(run, sizes).tiles for _ in range(3))
     rate = 8 * max(sizes[0]) / wanted
     for _ in range(4):
@@ -219,7 +222,7 @@ def _table(result: dict[str, Any]) -> str:
 
 
 def draw(results: list[dict[str, Any]], path: Path) -> None:
-    """A panel a phase: what the slow link adds to each route's time, with overlap and without, beside what it may add."""
+    """Draw one panel per phase: the time that the slow link adds to each route, with and without overlap, and the limit."""
     import matplotlib
 
     matplotlib.use("Agg")

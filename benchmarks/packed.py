@@ -1,16 +1,15 @@
-"""Packed rows of real lengths at cp=2, one thread a rank, beside SDPA of one document after the other in one process with two.
+"""Time packed rows of real lengths at cp=2 (one thread per rank) against SDPA per document in one process (two threads).
 
     python -m benchmarks.packed [--seq-len 32768] [--repeats 5] [--only many] [--no-peers] [--json out.json]
 
-Lengths are those of the standard library's files in bytes, fitted into rows by `longspan.data.fit_rows`, which cuts what is
-longer than a row. Of the full rows of two documents or more, three are measured: one of the fewest documents, one of the median
-number and one of the most, each with the median of visible pairs among its like. What such a row leaves free, 1% at most, is a
-document more.
+Document lengths are sizes in bytes of the standard library's files, packed by `longspan.data.fit_rows`, which cuts documents
+longer than a row. Three full rows of two or more documents are measured: with the fewest, the median and the most documents,
+each with the median of visible pairs among rows of that number. Free room of a row, at most 1%, becomes one more document.
 
 Contenders are longspan's routes on the balanced layout and on zigzag, and the peers of `benchmarks.peers` in its environment.
-Each is compared with the single process's outputs and gradients first, and reported but not timed if it is wrong. Then pairs
-with the baseline, all contenders in turn; and pairs of their own of the fastest balanced route with the fastest peer and with
-the fastest zigzag route.
+Outputs and gradients of each are checked against the single process first; a wrong contender is reported but not timed. Each
+contender is then timed in pairs with the baseline, in turn. The fastest balanced route is also timed in pairs with the fastest
+peer and with the fastest zigzag route.
 """
 
 import tempfile
@@ -36,14 +35,14 @@ from longspan.data import fit_rows, read_documents
 
 ROUTES = {"balanced": ("exchange", "ring", "ulysses"), "zigzag": ("exchange", "ring")}
 PEERS = "DeepSpeed, para-attn, PyTorch ring template, yunchang"
-"""The rest need a mask of S x S for documents, 1 GiB at 32,768 tokens, or do not take them."""
+"""The other peers do not support documents, or need an S x S mask, 1 GiB at 32,768 tokens."""
 COLUMNS = ("", "layout", "time / SDPA by document", "dropped", "pairs max/mean", "KV rows in", "MiB sent", "error")
 
 
 @dataclass(frozen=True)
 class PlanCounts:
-    """`imbalance` is the greatest over the mean of the ranks' visible pairs; `rows_received` the most KV rows that a rank gets in
-    a forward, of its share of the heads by "ulysses"."""
+    """Counts of a plan. `imbalance` is the maximum over the mean of the ranks' visible pairs. `rows_received` is the maximum
+    of KV rows that a rank receives in forward (by "ulysses": of its share of the heads)."""
 
     imbalance: float
     rows_received: int
@@ -51,10 +50,10 @@ class PlanCounts:
 
 @dataclass(frozen=True)
 class PackedReport:
-    """One row. `pairs` are visible ones, `share` is theirs of a causal row's; `report` has the contenders' times over SDPA's.
+    """The results of one row. `pairs` are visible pairs, `share` their share of a causal row's; `report` has times over SDPA's.
 
-    `fastest` names the fastest of "balanced", "zigzag" and "peer", empty if none was timed; `against` is the time of that of
-    "balanced" over that of "zigzag" and "peer".
+    `fastest` names the fastest contender of "balanced", "zigzag" and "peer" (empty if none was timed). `against` is the time of
+    the fastest "balanced" over that of "zigzag" and of "peer".
     """
 
     row: str
@@ -75,11 +74,19 @@ class PackedReport:
 @click.option("--repeats", default=5, show_default=True, help="Pairs to keep per contender.")
 @click.option("--most", default=20, show_default=True, help="Pairs to try at most.")
 @click.option(
-    "--foreign", default=FOREIGN_LIMIT, show_default=True, help="Drop pairs in which other programs used more."
+    "--foreign",
+    default=FOREIGN_LIMIT,
+    show_default=True,
+    help="Drop pairs in which other programs used a larger share of the cores.",
 )
-@click.option("--only", default="", help='Rows whose name, "few", "middle" or "many", holds this.')
+@click.option("--only", default="", help='Measure rows whose name ("few", "middle", "many") contains this.')
 @click.option("--peers/--no-peers", default=True, show_default=True)
-@click.option("--peer", default=PEERS, show_default=True, help="Peers whose name holds one of these, by commas.")
+@click.option(
+    "--peer",
+    default=PEERS,
+    show_default=True,
+    help="Measure peers whose name contains one of these, separated by commas.",
+)
 @click.option("--json", "output", type=click.Path(path_type=Path, dir_okay=False))
 def main(
     seq_len: int, heads: tuple[int, int], dtype: str, repeats: int, most: int, foreign: float, only: str, peers: bool,
@@ -94,14 +101,14 @@ def main(
             case = Case("packed", *heads, seq_len, lengths, dtype=dtype)
             with (
                 tempfile.TemporaryDirectory() as folder
-            ):  # processes of its own, so that what has been measured is kept
+            ):  # new processes per row, so that measured rows are kept if a later one fails
                 reports.append(launch(measure, (row, case, peer if peers else None, limits, Path(folder)), RANKS + 1))
             _show(reports[-1])
             save(output, reports)
 
 
 def make_rows(seq_len: int) -> dict[str, tuple[int, ...]]:
-    """Document lengths of the three rows, by name."""
+    """Return the document lengths of the three rows by name."""
     documents = [len(document.text.encode()) for document in read_documents("python:stdlib")]
     rows = [[piece.stop - piece.start for piece in row] for row in fit_rows(np.array(documents), seq_len)]
     rows = [row for row in rows if len(row) > 1 and sum(row) >= 0.99 * seq_len]
@@ -118,7 +125,7 @@ def make_rows(seq_len: int) -> dict[str, tuple[int, ...]]:
 
 
 def measure(row: str, case: Case, peer: str | None, limits: Limits, folder: Path) -> PackedReport:
-    """One row, on each of the three processes. `peer` None: longspan alone."""
+    """Measure one row, called on each of the three processes. `peer` None: longspan alone."""
     roster = _ours() + ([] if peer is None else named(peer))
     trio = Trio(folder)
     try:
@@ -160,13 +167,13 @@ def _counts(case: Case) -> dict[str, PlanCounts]:
 
 
 def _imbalance(plan: Plan) -> float:
-    """Where heads are exchanged, all ranks compute the same pairs, of some of the heads."""
+    """Return max over mean area of the ranks. `plan.area` of routes that exchange heads is scaled by the share of heads."""
     areas = [plan.area(rank) for rank in range(RANKS)]
     return max(areas) * RANKS / sum(areas)
 
 
 def _by_document(case: Case, inputs: list[Tensor]) -> Run:
-    """SDPA forward and backward of each document, cut out beforehand."""
+    """Return forward and backward by SDPA of each document, split beforehand."""
     runs = []
     for part in zip(*(x.split(case.lengths, dim=2) for x in inputs), strict=True):
         length = part[0].shape[2]
@@ -176,7 +183,7 @@ def _by_document(case: Case, inputs: list[Tensor]) -> Run:
 
 
 def _show(packed: PackedReport) -> None:
-    """On stdout, at full width when it is not a terminal."""
+    """Print to stdout, 180 columns wide if it is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=180)

@@ -1,4 +1,4 @@
-"""How long planning takes on one core: masks, layout and one rank's share of the work. Zigzag: medians; balanced: the best.
+"""Time planning on one core: masks, layout and one rank's plan. Zigzag: medians; balanced: the minimum.
 
 python -m benchmarks.planning
 """
@@ -46,7 +46,7 @@ def main(repeats: int) -> None:
 
 
 def planning_seconds(lengths: list[int], ranks: int, repeats: int) -> float:
-    """Mask, balanced layout and the first rank's `exchange`: the best of `repeats`, without what other programs took."""
+    """Return the minimum CPU seconds over `repeats` of making mask, balanced layout and the first rank's `exchange` plan."""
     return min(_process_time(lengths, ranks) for _ in range(repeats))
 
 

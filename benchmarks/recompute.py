@@ -1,9 +1,9 @@
-"""What activation checkpointing keeps and costs: none, all but attention ("block"), everything ("full"); at cp=1 and cp=2.
+"""Measure memory and time of activation checkpointing at cp=1 and cp=2: "none", "block" (all but attention) and "full".
 
     python -m benchmarks.recompute [--seq-len 8192] [--repeats 5]
 
-Peak is of one training step above its start, by profiler memory events, the worst rank. Seconds are those of a step, medians
-of repeats that alternate; hops are the messages that attention sent on rank 0.
+Peak is the memory of one training step above its start, by profiler memory events, on the worst rank. Seconds per step are
+medians of interleaved repeats. Hops are the messages sent by attention on rank 0.
 """
 
 import time
@@ -51,7 +51,7 @@ def main(seq_len: int, repeats: int, config: Path, output: Path | None) -> None:
 
 
 def measure(config: TrainConfig, cp: int, seq_len: int, repeats: int) -> list[dict[str, object]]:
-    """A row for each kind of recomputation. Collective over `cp` ranks."""
+    """Measure each kind of recomputation, and return one row for each. Collective over `cp` ranks."""
     meshes = join_world(Topology(dp=1, cp=cp), timedelta(minutes=10), threads=2 // cp)
     try:
         generator = torch.Generator().manual_seed(0)
@@ -76,8 +76,8 @@ def measure(config: TrainConfig, cp: int, seq_len: int, repeats: int) -> list[di
 
 
 def _profiled(step: TrainStep, batch: Batch, cp: int) -> tuple[int, int]:
-    """Peak bytes of the worst rank, and rank 0's messages."""
-    step([batch], 0)  # optimizer state and the parameters' buffers exist from here on
+    """Return the peak bytes of the worst rank, and the messages sent by this rank."""
+    step([batch], 0)  # allocates optimizer state and gradients
     with (
         freed_here(),
         record() as calls,

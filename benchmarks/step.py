@@ -1,8 +1,8 @@
-"""Whole training steps of the demo: tokens per second at cp=2 (one thread a rank) beside cp=1 (two threads).
+"""Time whole training steps of the demo: tokens per second at cp=2 (one thread per rank) against cp=1 (two threads).
 
     python -m benchmarks.step [--pairs 5] [--steps 8]
 
-Each figure is a run of its own of `longspan train`, the first step left out; runs of the two alternate.
+Each figure is a separate run of `longspan train` without its first step. Runs of cp=1 and cp=2 alternate.
 """
 
 import tempfile

@@ -1,9 +1,9 @@
-"""What a tile costs beside its work: many short documents through the executor, and through the operator alone, one process.
+"""Measure the overhead of a tile: many short documents through the executor, and through the operator alone, in one process.
 
     python -m benchmarks.tiles [--documents 1000] [--tokens 64]
 
-Documents of equal lengths go to the CPU kernel in one call, others in one call each; on CUDA all of them in one call (varlen).
-CPU seconds of one thread, the least of the repeats, over the documents.
+The CPU kernel takes documents of equal lengths in one call, others in one call each; on CUDA one varlen call takes all.
+Figures are CPU seconds of one thread per document, the minimum of the repeats.
 """
 
 import random

@@ -1,11 +1,10 @@
-"""Bytes that really cross the link between two nodes, by its own counters, beside those of the plan.
+"""Compare the bytes that cross the link between two nodes, by the link's counters, with those of the plan.
 
     python -m benchmarks.wire [--routes ring,exchange] [--json out.json]
 
-Needs root, `ip` and `tc` (benchmarks/nodes.py). Every route, layout and mask at P=2, one forward and one backward, each
-direction of the link by itself. `payload` is what the counters say less the headers of the counted packets: what gloo and
-longspan put on the wire beyond the plan is in it. It must be no less than the plan's bytes and at most 3% more. fp32; out and
-gradients are compared with plain SDPA first.
+Needs root, `ip` and `tc` (benchmarks/nodes.py). Measures every route, layout and mask at P=2, forward and backward, per
+direction of the link. `payload` is the counted bytes without packet headers; it includes overhead of gloo and longspan. It must
+be at least the plan's bytes and at most 3% more. fp32. Out and gradients are checked against plain SDPA first.
 """
 
 import time
@@ -28,7 +27,7 @@ from longspan.plan import Phase, Plan
 HEADS = (4, 2)
 EXCESS = 1.03
 SLACK = 4096
-"""Bytes a phase may carry however little is planned: a barrier before and after it, and gloo's header of each message."""
+"""Bytes allowed per phase in addition to `EXCESS`: for the barriers around it, and gloo's header of each message."""
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 LAYOUTS = tuple(name for name in names.LAYOUTS if name != names.BALANCED)
 MASKS: dict[str, Callable[[int], Mask]] = {
@@ -38,7 +37,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "full": Mask.full,
 }
 NO_ROUTES = ("auto", "upipe")
-"""Names that choose another route, or need a module that owns the projections."""
+"""Names that are no route of `attention`: "auto" selects one, "upipe" needs a module that owns the projections."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Crossing:
-    """What one rank sent to the other in one phase."""
+    """Bytes and packets that one rank sent to the other in one phase."""
 
     case: Case
     phase: Phase
@@ -74,7 +73,7 @@ class Crossing:
 
 
 @click.command(help=__doc__)
-@click.option("--routes", default="", help="Separated by commas; all by default.")
+@click.option("--routes", default="", help="Routes, separated by commas. Default: all.")
 @click.option("--seq-len", default=4096, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(routes: str, seq_len: int, output: Path | None) -> None:
@@ -97,7 +96,7 @@ def main(routes: str, seq_len: int, output: Path | None) -> None:
 
 
 def survey(nodes: Nodes, cases: Sequence[Case]) -> list[Crossing]:
-    """For each case and phase, what rank 0 sent and what rank 1 sent."""
+    """Return the crossings of rank 0 and rank 1 for each case and phase."""
     by_rank = nodes.run("benchmarks.wire:measure", cases=[vars(case) for case in cases])
     return [
         Crossing(case, phase, rank, case.plan().bytes(rank, phase, HEAD_DIM, 4), *by_rank[rank][2 * n + offset])
@@ -108,13 +107,13 @@ def survey(nodes: Nodes, cases: Sequence[Case]) -> list[Crossing]:
 
 
 def measure(link: Link, cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Bytes and packets that this rank sent: of each case the forward, then the backward."""
+    """Return the bytes and packets sent by this rank: forward, then backward, of each case."""
     found = []
     for case in (Case(**values) for values in cases):
         plan, rank = case.plan(), dist.get_rank()
         *own, dout = (shard(x, plan.layout, rank, 2) for x in inputs(case.seq_len, HEADS))
         leaves = [x.detach().requires_grad_() for x in own]
-        # The first call also compares the ranks' plans; that is no part of a phase.
+        # The first call also compares the ranks' plans, which must not be counted.
         out = attention(*leaves, plan=plan, group=dist.group.WORLD)
         out.backward(dout)
         check(str(case), [out.detach(), *(x.grad for x in leaves)], right(plan.mask, HEADS), plan.layout, rank)
@@ -128,7 +127,7 @@ def measure(link: Link, cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def _settled(link: Link) -> tuple[int, int]:
-    """The counters when everything sent so far has arrived, late acknowledgements included, and nothing else has left."""
+    """Read the counters after everything sent has arrived, late acknowledgements included, and before anything else leaves."""
     dist.barrier()
     time.sleep(0.05)
     sent = link.sent()
@@ -145,7 +144,7 @@ def _product(routes: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _possible(cases: Sequence[Case]) -> tuple[list[Case], list[tuple[Case, str]]]:
-    """Cases that can be planned, and those that cannot with the reason."""
+    """Split cases into those that can be planned and those refused, with the reason."""
     possible, refused = [], []
     for case in cases:
         try:
@@ -168,7 +167,7 @@ def _line(*ways: Crossing) -> str:
 
 
 def _part(count: int, planned: int) -> str:
-    """Over the plan's bytes; as bytes beyond them where the slack is what counts."""
+    """Format `count` over the plan's bytes, or as bytes beyond them for small plans, where `SLACK` is the limit."""
     return f"{count / planned:.4f}" if planned > SLACK / (EXCESS - 1) else f"+{count - planned} B"
 
 

@@ -1,15 +1,15 @@
-"""The first hour on a GPU: what runs, whether it is right, and how fast. Four stages, under three minutes each.
+"""Check and time longspan on a new GPU, in four stages of under three minutes each.
 
     python -m benchmarks.device [--stage 1 ...] [--device cuda|cpu] [--kernel flex ...] [--output runs/device]
 
-1  each kernel on each kind of tile, in each type, against fp64
-2  a training step, and attention by length, on one rank beside plain SDPA: time, memory, TFLOP/s
+1  each kernel on each kind of tile, in each dtype, against fp64
+2  a training step, and attention by length, on one rank against plain SDPA: time, memory, TFLOP/s
 3  two or more ranks, every route: results, bytes, time in kernels and in waiting
 4  compiled code, CUDA graphs, the profiler's trace of a step
 
-A line for each check on stdout; progress on stderr. `device.json` and `device.html` in the output's folder keep what was found
-there before and not checked anew. A result may be off by twice what plain PyTorch in the same type is off by, and no figure is
-given of one that is off by more. Exit status 1 if a check fails or was not reached in time, or none holds.
+Prints one line per check to stdout, progress to stderr. `device.json` and `device.html` in the output folder keep earlier rows
+that are not checked again. A result may have twice the error of plain PyTorch in the same dtype; no figure is given for a
+result with more. Exit status 1 if a check fails, a check was not reached in time, or none holds.
 """
 
 import sys
@@ -28,12 +28,18 @@ from longspan.kernels.choice import KERNELS
 
 
 @click.command(help=__doc__)
-@click.option("--stage", "stages", type=click.Choice([str(n) for n in STAGES]), multiple=True, help="These alone.")
+@click.option(
+    "--stage", "stages", type=click.Choice([str(n) for n in STAGES]), multiple=True, help="Run only these stages."
+)
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
 @click.option(
-    "--kernel", "kernels", type=click.Choice(list(KERNELS)), multiple=True, help="In stages 1 and 2, these alone."
+    "--kernel",
+    "kernels",
+    type=click.Choice(list(KERNELS)),
+    multiple=True,
+    help="In stages 1 and 2, run only these kernels.",
 )
-@click.option("--quick", is_flag=True, help="Small sizes, and times that mean nothing: to see that it runs.")
+@click.option("--quick", is_flag=True, help="Small sizes, to test that all stages run; times are meaningless.")
 @click.option(
     "--output", type=click.Path(path_type=Path, file_okay=False), default=Path("runs/device"), show_default=True
 )

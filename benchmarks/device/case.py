@@ -1,8 +1,8 @@
-"""Attention of a whole sequence: its inputs, the right answer at drawn rows in fp64, and plain SDPA beside it.
+"""Attention of a whole sequence: inputs, the fp64 result at sampled rows, and plain SDPA.
 
-At 131,072 tokens no one has all of the right answer. So the gradient of the output is 0 but at some drawn rows, one in each
-equal stretch of the sequence and the last: out and dq at these rows, and dk and dv, which then come from them alone, are
-computed in fp64. Timed is the same call with a gradient everywhere.
+At 131,072 tokens the full fp64 result is too expensive. So the output's gradient is 0 except at sampled rows, one per equal
+part of the sequence and the last row. Computed in fp64 are out and dq at these rows, and dk and dv, which depend on them alone.
+Timing uses a gradient at all rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ DRAWN = 64
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """`lengths` of documents, causal each; query and KV heads; a type of `torch` by name."""
+    """Causal documents of `lengths`, numbers of query and KV heads, and a torch dtype by name."""
 
     lengths: tuple[int, ...]
     heads: tuple[int, int]
@@ -54,7 +54,7 @@ class Case:
 
     @cached_property
     def rows(self) -> Tensor:
-        """The drawn rows, ascending."""
+        """The sampled rows, ascending."""
         generator = torch.Generator().manual_seed(1)
         stretch = max(1, self.seq_len // DRAWN)
         starts = torch.arange(0, self.seq_len, stretch)
@@ -63,17 +63,17 @@ class Case:
 
     @property
     def dout(self) -> Tensor:
-        """The gradient of out at the drawn rows, 0 elsewhere."""
+        """The gradient of out at the sampled rows, 0 elsewhere."""
         given = torch.zeros_like(self.inputs[3])
         given[:, :, self.rows] = self.inputs[3][:, :, self.rows]
         return given
 
     def error(self, attend: Attend) -> float:
-        """Of `attend`, over what it may be."""
+        """Return the error of `attend` over its limit."""
         return self.error_of(both(attend, [*self.inputs[:3], self.dout])())
 
     def error_of(self, whole: Sequence[Tensor]) -> float:
-        """Of the out, dq, dk, dv that q, k, v and `dout` gave."""
+        """Return the error over its limit of out, dq, dk, dv computed from q, k, v and `dout`."""
         return of_limit(self._drawn(whole), self._plain, self._right)
 
     def _drawn(self, whole: Sequence[Tensor]) -> list[Tensor]:
@@ -81,14 +81,14 @@ class Case:
         return [out[:, :, self.rows], dq[:, :, self.rows], dk, dv]
 
     def sdpa(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Plain SDPA of each document alone."""
+        """Run plain SDPA in each document."""
         parts = zip(*(x.split(self.lengths, dim=2) for x in (q, k, v)), strict=True)
         outs = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) for q, k, v in parts]
         return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
     @property
     def backend(self) -> str:
-        """Which of its own kernels SDPA takes for these tensors."""
+        """Name of the kernel that SDPA chooses for these tensors."""
         q, k, v, _ = (x[:, :, : self.lengths[0]] for x in self.inputs)
         return SDPBackend(torch._fused_sdp_choice(q, k, v, None, 0.0, True, enable_gqa=True)).name
 
@@ -98,7 +98,7 @@ class Case:
 
     @cached_property
     def _right(self) -> list[Tensor]:
-        """By plain math in fp64 on the device, a KV head at a time."""
+        """Results of plain math in fp64 on the device, one KV head at a time."""
         seen = self._seen().to(self.device)
         drawn = (self.inputs[0][:, :, self.rows], self.inputs[3][:, :, self.rows])
         group = self.heads[0] // self.heads[1]
@@ -113,13 +113,13 @@ class Case:
         return [torch.cat(parts, 1) for parts in zip(*by_head, strict=True)]
 
     def _seen(self) -> Tensor:
-        """Bool `(drawn rows, S)`."""
+        """Return the mask of the sampled rows, bool `(rows, S)`."""
         document = torch.arange(len(self.lengths)).repeat_interleave(torch.tensor(self.lengths))
         return (document[self.rows, None] == document) & (self.rows[:, None] >= torch.arange(self.seq_len))
 
 
 def both(attend: Attend, inputs: Sequence[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    """Forward and backward: out, dq, dk, dv."""
+    """Return a function that runs forward and backward and returns out, dq, dk, dv."""
     *qkv, dout = inputs
 
     def run() -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Time and memory of a call: by events on a GPU, by the harness's rules on a CPU."""
+"""Measure time and memory of a call: by CUDA events on a GPU, by the harness's rules on a CPU."""
 
 import statistics
 import time
@@ -11,13 +11,14 @@ from benchmarks.harness import FOREIGN_LIMIT, Usage, foreign_share, peak_bytes
 
 Run = Callable[[], object]
 _WARM_UP, _ROUNDS, _SECONDS = 3, 9, 6.0
-"""Rounds before the clock runs, and at most while it runs. After so many seconds, one and three are enough."""
+"""Warm-up rounds, and maximum of timed rounds. After `_SECONDS`, 1 warm-up round and 3 timed rounds suffice."""
 
 
 def times(runs: Mapping[str, Run], device: torch.device, quick: bool = False) -> dict[str, float]:
-    """Median milliseconds of each call. Rounds hold all of them, in an order that turns, so that a slow moment falls on all.
+    """Return the median milliseconds of each call. Every round runs all calls, in rotating order.
 
-    On a CPU a round counts only if no other program used the cores; `quick` counts all.
+    On a CPU a round is kept only if other programs did not use the cores; `quick` keeps all rounds. Raises NotHereError: no
+    round was kept.
     """
     order, rounds = list(runs), 3 if quick else _ROUNDS
     kept: dict[str, list[float]] = {name: [] for name in runs}
@@ -43,7 +44,7 @@ def times(runs: Mapping[str, Run], device: torch.device, quick: bool = False) ->
 
 
 def peak_mib(run: Run, device: torch.device) -> float:
-    """The most that a call holds beyond what was held before it."""
+    """Return the peak memory of a call above that allocated before, in MiB."""
     if device.type != "cuda":
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
@@ -58,7 +59,7 @@ def peak_mib(run: Run, device: torch.device) -> float:
 
 
 def settle(device: torch.device) -> None:
-    """Return when the device has done what it was given."""
+    """Synchronise with the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

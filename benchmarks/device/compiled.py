@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 
 
 def checks(options: Options) -> Iterator[Check]:
-    """On one rank."""
+    """Yield the checks of stage 4, on one rank."""
     case = _case(options)
     backend = "aot_eager" if options.quick else "inductor"
     block = _Compiled(case, backend)
@@ -38,7 +38,7 @@ def _case(options: Options) -> Case:
 
 
 class _Compiled:
-    """A block of a model around attention, in one graph: doubled queries at half the scale are the same attention."""
+    """Attention in one compiled graph with other operators: doubled queries at half the scale give the same result."""
 
     def __init__(self, case: Case, backend: str) -> None:
         self.case = case
@@ -65,7 +65,7 @@ class _Compiled:
 
 
 class _Graph:
-    """Forward and backward captured once, at inputs that are then replaced."""
+    """Forward and backward, captured once as a CUDA graph and replayed with other inputs."""
 
     def __init__(self, case: Case) -> None:
         self.case, self.attend = case, one_rank(case)
@@ -77,7 +77,7 @@ class _Graph:
         run, graph, side = both(self.attend, self.inputs), torch.cuda.CUDAGraph(), torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(3):  # what is kept from call to call is made now: capture allows no copy from the host
+            for _ in range(3):  # warm up caches: capture allows no copy from the host
                 run()
         torch.cuda.current_stream().wait_stream(side)
         with torch.cuda.graph(graph):

@@ -1,4 +1,4 @@
-"""How far off a result may be: twice the error of plain PyTorch in the same type, plus float noise (DESIGN, section 6)."""
+"""Compare an error with its limit: twice the error of plain PyTorch in the same dtype, plus float noise."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,16 @@ import torch
 
 Tensor = torch.Tensor
 NOISE = 4 * torch.finfo(torch.float32).eps
-"""Relative to the tensor: the roundings of the plain computation may happen to cancel."""
+"""Allowed in addition, relative to the tensor: rounding errors of the plain computation may cancel by chance."""
 
 
 def of_limit(got: Sequence[Tensor], plain: Sequence[Tensor], right: Sequence[Tensor], floor: float = 1e-2) -> float:
-    """The worst error of `got` over what it may be, given the right tensors in fp64 and plain PyTorch's in the same type.
+    """Return the largest error of `got` over its limit, given `right` in fp64 and `plain` PyTorch's in the same dtype.
 
-    Of each tensor the greatest error and the root mean square, each over the tensor's own. The greatest is one element's:
-    rounding it to the type may cost half a unit in the last place, and by luck costs less. `floor`: the least size that errors
-    are taken relative to, for inputs of size 1: a gradient that is 0 by right, as a lone key's, has only rounding in it.
+    Compared are the maximum and the root mean square of each tensor's error, relative to those of `right`. The limit of the
+    maximum is at least that of half a unit in the last place, which one element's rounding may cost. `floor`: lower bound of
+    the sizes that errors are divided by, for inputs of size 1. A gradient that should be 0, as of a single key, holds
+    rounding errors only.
     """
     worst = 0.0
     for ours, theirs, want in zip(got, plain, right, strict=True):
@@ -22,7 +23,7 @@ def of_limit(got: Sequence[Tensor], plain: Sequence[Tensor], right: Sequence[Ten
         half = torch.finfo(theirs.dtype).eps / 2
         (greatest, rms), (their_greatest, their_rms) = _errors(ours, want, floor), _errors(theirs, want, floor)
         shares = greatest / (2 * max(their_greatest, half) + NOISE), rms / (2 * their_rms + NOISE)
-        # NaN of either side: infinite, and never lost in a maximum.
+        # NaN becomes infinite, since max() may drop a NaN.
         worst = max(worst, *(share if share == share else float("inf") for share in shares))
     return worst
 

@@ -1,4 +1,4 @@
-"""Stage 1: each kernel on each kind of tile, in each type, against the reference kernel in fp64 on the CPU."""
+"""Stage 1: each kernel on each kind of tile, in each dtype, against the reference kernel in fp64 on the CPU."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -40,7 +40,7 @@ CHANGES = {
 
 
 def checks(options: Options) -> Iterator[Check]:
-    """Every kernel, or those asked for; `quick` leaves out bf16 and fp16 of the slow reference kernel."""
+    """Yield the checks of the selected kernels, by default all. `quick` omits bf16 and fp16 of the slow reference kernel."""
     for name in options.kernels or KERNELS:
         for dtype in DTYPES[2:] if options.quick and name == "reference" else DTYPES:
             yield from _of_kernel(name, dtype, torch.device(options.device))
@@ -66,7 +66,7 @@ def _of_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
 def _error(
     name: str, bands: Sequence[Band], dtype: torch.dtype, device: torch.device, change: ScoreChange | None = None
 ) -> float:
-    """Tiles by a kernel on the device: out, lse, dq, dk, dv, over what each may be off by."""
+    """Return the error over its limit of out, lse, dq, dk, dv that a kernel computes on the device."""
     mask = Mask.bands(max(max(band[1], band[3]) for band in bands), bands)
     tiles = [Tile(*band) for band in mask.array.tolist()]
     first, rows, keys = min(t.q0 for t in tiles), max(t.q1 for t in tiles), max(t.k1 for t in tiles)
@@ -81,7 +81,7 @@ def _error(
 
 
 def _by_kernel(name: str, tiles: list[Tile], x: list[Tensor], change: ScoreChange | None) -> list[Tensor]:
-    """out, lse and dq of all rows, dk, dv summed over the tiles."""
+    """Return out, lse and dq of all rows, and dk, dv summed over the tiles."""
     kernel, (dout, q, k, v) = KERNELS[name], x
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
@@ -106,7 +106,7 @@ def _by_kernel(name: str, tiles: list[Tile], x: list[Tensor], change: ScoreChang
 
 
 def _at(change: ScoreChange | None, launch: Launch, device: torch.device) -> ScoreChange | None:
-    """The change on the device, and where the rows and keys of a call are on the token axis."""
+    """Return the score change on the device, with the token indices of the call's rows and keys."""
     if change is None or change.slopes is None:
         return change
     rows, keys = (torch.arange(*ends, device=device) for ends in ((launch.q0, launch.q1), (launch.k0, launch.k1)))

@@ -1,4 +1,4 @@
-"""The record as one page: HTML that loads nothing, with the speed of attention by length drawn in SVG."""
+"""Write the record as one HTML page without external files, with the speed of attention by length as an SVG chart."""
 
 import math
 from collections import defaultdict
@@ -15,7 +15,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 300, 56, 150, 16, 40
 WORDS = {"holds": "holds", "fails": "FAILS", "absent": "not here", "late": "NOT REACHED"}
 PLACE = ("seq_len", "documents", "kernel")
-"""Figures that say where a point of the chart is; a row's name says them too."""
+"""Figures that place a point in the chart; the row's name contains them too."""
 UNITS = {"mib": "MiB", "tflops": "TFLOP/s", "sdpa": "SDPA"}
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1f2933; background: #fff }
@@ -32,12 +32,12 @@ svg text { font: 12px system-ui, sans-serif; fill: #1f2933 }
 
 
 def write_page(record: Record, path: Path) -> None:
-    """Write the page; it needs no file beside it."""
+    """Write the page, which needs no other file."""
     path.write_text(page(record), encoding="utf-8")
 
 
 def page(record: Record) -> str:
-    """The page as text."""
+    """Return the page as HTML text."""
     title = f"longspan on {', '.join(dict.fromkeys(record.environment['devices']))}"
     parts = [f"<h1>{escape(title)}</h1>", _summary(record), _environment(record.environment)]
     parts += [_stage(number, stage) for number, stage in record.stages.items()]
@@ -55,7 +55,7 @@ def _summary(record: Record) -> str:
     )
     missing = [str(number) for number in STAGES if number not in record.stages]
     rest = f" Not run yet: stage {', '.join(missing)}." if missing else ""
-    quick = " Taken with --quick: sizes are small, and times mean nothing." if record.environment["quick"] else ""
+    quick = " Taken with --quick: sizes are small, and times are meaningless." if record.environment["quick"] else ""
     failing = "".join(f"<li>stage {row.stage}, {escape(row.name)}: {escape(row.reason)}</li>" for row in record.rows
                       if row.status == "fails")  # fmt: skip
     return f"<p>{len(record.rows)} checks: {words}.{rest}{quick}</p>" + (f"<ul>{failing}</ul>" if failing else "")
@@ -68,7 +68,7 @@ def _environment(environment: dict[str, Any]) -> str:
 
 
 def _stage(number: int, stage: Stage) -> str:
-    """Checks without figures as a table, those with figures as one for each set of names, lists below."""
+    """Format checks as one table per set of figure names, with lists below."""
     by_names: dict[tuple[str, ...], list[Row]] = defaultdict(list)
     for row in stage.rows:
         names = tuple(n for n, value in row.figures.items() if n not in PLACE and not isinstance(value, list))
@@ -77,8 +77,8 @@ def _stage(number: int, stage: Stage) -> str:
              f'<p class="soft">{stage.seconds:.0f} s, taken {escape(stage.taken)}</p>']  # fmt: skip
     lines = speeds(stage)
     if lines:
-        parts.append("<p>Attention, forward and backward, in TFLOP/s by tokens of the sequence: visible pairs, "
-                     "4 operations a pair, head and dim forward and 10 backward.</p>" + chart(lines))  # fmt: skip
+        parts.append("<p>Attention, forward and backward, in TFLOP/s by sequence length: 4 FLOPs forward and "
+                     "10 backward per visible pair, head and dim.</p>" + chart(lines))  # fmt: skip
     parts += [_table(names, rows) for names, rows in sorted(by_names.items(), key=lambda item: -len(item[0]))]
     parts += [_list(row.name, name, value) for row in stage.rows for name, value in row.figures.items()
               if isinstance(value, list)]  # fmt: skip
@@ -113,7 +113,7 @@ def _list(of: str, name: str, entries: list[dict[str, Any]]) -> str:
 
 
 def speeds(stage: Stage) -> dict[str, list[Point]]:
-    """TFLOP/s by tokens of one causal sequence, of each kernel and of SDPA (its best where it ran beside several)."""
+    """Return TFLOP/s by length of one causal sequence, for each kernel and for SDPA (the best of its runs)."""
     lines: dict[str, dict[float, float]] = defaultdict(dict)
     for f in (row.figures for row in stage.rows if row.figures.get("documents") == 1):
         lines[f"longspan, {f['kernel']}"][f["seq_len"]] = f["tflops"]
@@ -123,7 +123,7 @@ def speeds(stage: Stage) -> dict[str, list[Point]]:
 
 
 def chart(lines: dict[str, list[Point]]) -> str:
-    """Lines over a logarithmic axis of tokens, from 0 up; each is named at its end."""
+    """Draw lines over a logarithmic axis of tokens, from 0 up, each labelled at its end."""
     tokens = sorted({x for points in lines.values() for x, _ in points})
     top = _round_up(max(y for points in lines.values() for _, y in points))
     low, high = math.log2(tokens[0]), math.log2(tokens[-1])
@@ -150,7 +150,7 @@ def chart(lines: dict[str, list[Point]]) -> str:
 
 
 def _apart(heights: dict[str, float], least: float = 15) -> dict[str, float]:
-    """Heights moved down until names do not overlap."""
+    """Move heights down until labels do not overlap."""
     placed: dict[str, float] = {}
     for name, y in sorted(heights.items(), key=lambda item: item[1]):
         placed[name] = max(y, max(placed.values()) + least) if placed else y
@@ -158,6 +158,6 @@ def _apart(heights: dict[str, float], least: float = 15) -> dict[str, float]:
 
 
 def _round_up(value: float) -> float:
-    """To the next of 1, 2, 4, 6, 8 times a power of ten."""
+    """Round up to 1, 2, 4, 6 or 8 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 2, 4, 6, 8, 10) if value <= step * power)

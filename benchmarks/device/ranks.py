@@ -1,8 +1,8 @@
-"""Stage 3: two or more ranks, every route: results against fp64, bytes against the plan, time in kernels and in waiting.
+"""Stage 3: every route on two or more ranks: results against fp64, bytes against the plan, time in kernels and in waiting.
 
-several GPUs     NCCL, one rank a GPU
-one GPU          the transport in memory, ranks as threads: NCCL refuses two ranks on a device, and gloo sends no CUDA tensor.
-                 One rank runs at a time, so its times say nothing of communication
+several GPUs     NCCL, one rank per GPU
+one GPU          in-memory transport, ranks as threads: NCCL refuses two ranks on one device, and gloo sends no CUDA tensors.
+                 One rank runs at a time, so times do not include communication
 CPU              gloo
 """
 
@@ -29,12 +29,12 @@ from longspan.plan import Phase
 
 ROUTES = ("ring", "rotate", "allgather", "exchange", "ulysses", "usp")
 MOST = 8
-"""Ranks at most: what one node has."""
+"""Maximum number of ranks: the GPUs of one node."""
 _TIMEOUT = timedelta(seconds=60)
 
 
 def checks(options: Options) -> Iterator[Check]:
-    """Each route in a world of its own: where one hangs or dies, the others go on."""
+    """Yield a check of each route, each in a new world, so that a hang or crash does not affect the others."""
     ranks, how = world(options.device)
     for route in ROUTES[:2] if options.quick else ROUTES:
         found = cache(partial(ranks_on_one_device, _route, ranks, options.device, route, options))
@@ -46,14 +46,14 @@ def checks(options: Options) -> Iterator[Check]:
 
 
 def world(device: str) -> tuple[int, str]:
-    """How many ranks, and by what they talk."""
+    """Return the number of ranks and their transport."""
     if device == "cuda" and torch.cuda.device_count() >= 2:
         return min(torch.cuda.device_count(), MOST), "nccl"
     return 2, "gloo" if device == "cpu" else "memory"
 
 
 def ranks_on_one_device(function: Callable[..., Any], ranks: int, device: str, *arguments: Any) -> list[Any]:
-    """`function(group, rank, device, *arguments)` on every rank; what each returned. With as many GPUs as ranks, on one each."""
+    """Call `function(group, rank, device, *arguments)` on every rank and return all results. With NCCL, one GPU per rank."""
     how = world(device)[1]
     if how == "memory":
         own = place(0, device, nccl=False)
@@ -79,12 +79,12 @@ def _enter(function: Callable[..., Any], device: str, nccl: bool, arguments: tup
 
 
 def place(rank: int, device: str, nccl: bool) -> torch.device:
-    """Where a rank's tensors are: a GPU of its own with NCCL, else the first."""
+    """Return a rank's device: its own GPU with NCCL, else the first GPU or the CPU."""
     return torch.device("cpu") if device == "cpu" else torch.device("cuda", rank if nccl else 0)
 
 
 def _case(options: Options, device: torch.device, ranks: int) -> Case:
-    """Three documents. Of four ranks and more the middle ones hold all of the second: rows pass ranks that need none of them."""
+    """Return three documents. With four or more ranks, rows pass through ranks that do not need them."""
     parts = (3, 4, 1) if ranks == 2 else (2, 4, 2)
     if options.quick or options.device == "cpu":
         eighth, shape = 64 if options.quick else 1024, ((8, 2), 64, "float32", device)
@@ -94,7 +94,7 @@ def _case(options: Options, device: torch.device, ranks: int) -> Case:
 
 
 def _route(group: RankGroup, rank: int, device: torch.device, route: str, options: Options) -> tuple[float, Figures]:
-    """This rank's error over what it may be, and figures."""
+    """Return this rank's error over its limit, and figures."""
     _, size = rank_and_size(group)
     case = _case(options, device, size)
     cp = ContextParallel(group, layout="zigzag", route=route, heads=case.heads)
@@ -104,7 +104,7 @@ def _route(group: RankGroup, rank: int, device: torch.device, route: str, option
         run()  # the ranks compare their plans in the first call
         with record() as everyone:
             local = run()
-        calls = [call for call in everyone if call.rank == rank]  # threads see each other's
+        calls = [call for call in everyone if call.rank == rank]  # ranks as threads share one record
         sent: dict[Phase, int] = {call.phase: call.bytes_sent for call in calls}
         planned = {phase: sequence.plans["full"].bytes(rank, phase, case.head_dim, q.itemsize) for phase in sent}
         assert sent == planned, f"bytes sent {sent}, planned {planned}"
@@ -127,13 +127,13 @@ def _route(group: RankGroup, rank: int, device: torch.device, route: str, option
 
 
 def _everyone(value: float, group: RankGroup) -> list[float]:
-    """What each rank gave. No rank goes on before all are here."""
+    """Gather a value of each rank. Also a barrier."""
     found: list[float] = stack(torch.tensor(value, dtype=torch.float64), group).tolist()
     return found
 
 
 def _milliseconds(run: Callable[[], Any], group: RankGroup, device: torch.device) -> float:
-    """Median of the slowest rank's time, all starting together."""
+    """Return the median milliseconds of the slowest rank, with ranks starting together."""
     found = []
     for _ in range(5):
         settle(device)

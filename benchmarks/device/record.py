@@ -1,4 +1,4 @@
-"""The record of a machine: where it was taken, and each stage's rows. One JSON file, to be sent back."""
+"""The record of a machine: its environment and each stage's rows, in one JSON file."""
 
 import json
 import platform
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 @dataclass(frozen=True)
 class Stage:
-    """`taken`: when, by the clock of the machine."""
+    """The rows of a stage, its duration, and `taken`, the machine's local time."""
 
     taken: str
     seconds: float
@@ -29,14 +29,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Record:
-    """What was found on one machine by one version of everything."""
+    """The results on one machine with one version of all software."""
 
     environment: dict[str, Any]
     stages: dict[int, Stage]
 
     @classmethod
     def of(cls, path: Path, environment: dict[str, Any]) -> "Record":
-        """What the file has, if it was found in this environment; else a record without stages."""
+        """Read the record at `path` if its environment is equal; else return a record without stages."""
         if path.exists():
             kept = json.loads(path.read_text())
             if kept["environment"] == json.loads(json.dumps(environment)):
@@ -44,7 +44,7 @@ class Record:
         return cls(environment, {})
 
     def with_stage(self, number: int, rows: Sequence[Row], seconds: float) -> "Record":
-        """Each row in the place of the one of its name before; what was not asked for or not reached now stays."""
+        """Replace rows by name. Earlier rows that were not run or not reached this time stay."""
         before = {row.name: row for row in self.stages[number].rows} if number in self.stages else {}
         now = {row.name: row for row in rows if row.status != "late" or row.name not in before}
         stage = Stage(time.strftime("%Y-%m-%d %H:%M"), round(seconds, 1), tuple({**before, **now}.values()))
@@ -59,7 +59,7 @@ class Record:
 
 
 def environment(device: str, quick: bool) -> dict[str, Any]:
-    """All that a figure depends on."""
+    """Return all versions and devices that figures depend on."""
     found = {
         "device": device,
         "devices": _devices() if device == "cuda" else [platform.processor() or platform.machine()],

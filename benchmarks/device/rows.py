@@ -1,4 +1,4 @@
-"""What a stage finds: checks in, rows out. A figure stands only in a row whose check held; nothing is left out in silence."""
+"""Run the checks of a stage and return rows. Only a row whose check holds has figures; every check gives a row."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -9,18 +9,18 @@ from typing import Any, Literal
 import torch
 
 Figures = dict[str, Any]
-"""Numbers and words by name; units are in the name: `_ms`, `_mib`, `tflops`."""
+"""Numbers and words by name. Names contain the units: `_ms`, `_mib`, `tflops`."""
 SOFT_SECONDS, HARD_SECONDS = 120.0, 180.0
-"""Of a stage: no check begins after the first; what still runs at the second is ended."""
+"""Limits of a stage: no check starts after the soft limit; the process is killed at the hard limit."""
 
 
 class NotHereError(Exception):
-    """This machine cannot do it; the text says why."""
+    """This machine cannot run the check; the text gives the reason."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the stages are asked for. `quick`: sizes for a CPU and a test; `folder`: for files beside the record."""
+    """Options of the stages. `quick`: small sizes, for tests on a CPU. `folder`: output folder, for files beside the record."""
 
     device: str = "cuda"
     quick: bool = False
@@ -34,8 +34,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Row:
-    """One check. `status`: it holds, it fails, it is absent (not possible here), or it is late (the stage's time was over
-    before it). `error` is over the largest allowed."""
+    """The result of one check. `status` "absent": not possible on this machine; "late": not started before the soft limit.
+    `error` is relative to its limit."""
 
     stage: int
     name: str
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """`compare` gives the error over the largest allowed, or raises; `measure` runs only if that is at most 1."""
+    """A check. `compare` returns the error over its limit, or raises. `measure` runs only if that is at most 1."""
 
     name: str
     compare: Callable[[], float]
@@ -64,7 +64,7 @@ class Check:
 
     @classmethod
     def absent(cls, name: str, reason: str) -> "Check":
-        """What this machine cannot do, and why."""
+        """Return a check that this machine cannot run, with the reason."""
 
         def compare() -> float:
             raise NotHereError(reason)
@@ -73,12 +73,12 @@ class Check:
 
 
 def run_stage(stage: int, checks: Iterable[Check], seconds: float = SOFT_SECONDS) -> Iterator[Row]:
-    """A row for each check, in order; one more if the checks themselves cannot be drawn up."""
+    """Yield a row for each check, in order, and one more if creating the checks raises."""
     began = time.monotonic()
     try:
         for check in checks:
             if time.monotonic() - began > seconds:
-                yield Row(stage, check.name, "late", f"the stage's {seconds:.0f} seconds were over")
+                yield Row(stage, check.name, "late", f"the stage's limit of {seconds:.0f} seconds was reached")
             else:
                 yield run_check(stage, check)
     except Exception as problem:
@@ -86,7 +86,7 @@ def run_stage(stage: int, checks: Iterable[Check], seconds: float = SOFT_SECONDS
 
 
 def run_check(stage: int, check: Check) -> Row:
-    """The row of one check; whatever it raises is the row's reason."""
+    """Run one check and return its row. An exception becomes the row's reason."""
     try:
         error = check.compare()
     except Exception as problem:
@@ -97,11 +97,11 @@ def run_check(stage: int, check: Check) -> Row:
         return Row(stage, check.name, "holds", "", error, check.measure() if check.measure else {})
     except Exception as problem:
         status: Literal["holds", "fails"] = "holds" if _is_absence(problem) else "fails"
-        return Row(stage, check.name, status, f"right, but not measured: {_text(problem)}", error)
+        return Row(stage, check.name, status, f"correct, but not measured: {_text(problem)}", error)
 
 
 def told(value: Any) -> str:
-    """A figure in a few characters."""
+    """Format a figure in a few characters."""
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -112,7 +112,7 @@ def _is_long(value: Any) -> bool:
 
 
 def _is_absence(problem: Exception) -> bool:
-    """Too little memory is the machine's lack, not a wrong result."""
+    """Whether the machine cannot run the check. Out of memory counts as such, not as a wrong result."""
     return isinstance(problem, NotHereError | torch.OutOfMemoryError)
 
 

@@ -1,8 +1,8 @@
-"""One stage in a process of its own, so that a device it leaves in disorder, or a hang, ends no other.
+"""Run one stage in a new process, so that a broken device or a hang does not affect other stages.
 
     python -m benchmarks.device.stage 2 '{"device": "cuda", ...}'
 
-Rows go to stdout, a JSON object a line; whatever else is printed there goes to stderr.
+Rows go to stdout, one JSON object per line; all other output goes to stderr.
 """
 
 import json
@@ -26,15 +26,13 @@ STAGES = {
     3: ("several ranks", ("ranks",)),
     4: ("compiled code, CUDA graphs, a trace", ("compiled",)),
 }
-"""Of each its title, and the modules whose `checks` it runs."""
+"""Title of each stage, and the modules whose `checks` it runs."""
 
 
 def rows_of(stage: int, options: Options, seconds: float = HARD_SECONDS) -> Iterator[Row]:
-    """The rows of a stage as it finds them; the last one says how it ended if that was before its end."""
+    """Yield the rows of a stage as they arrive, and a failing row if its process was killed or failed."""
     command = [sys.executable, "-m", "benchmarks.device.stage", str(stage), json.dumps(asdict(options))]
-    quiet = os.environ | {
-        "KINETO_LOG_LEVEL": "99"
-    }  # the profiler would say on stderr each time that it starts and stops
+    quiet = os.environ | {"KINETO_LOG_LEVEL": "99"}  # silences the profiler's messages at each start and stop
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=quiet) as process:
         late = threading.Event()
 
@@ -54,7 +52,7 @@ def rows_of(stage: int, options: Options, seconds: float = HARD_SECONDS) -> Iter
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     if late.is_set():
-        reason = f"ended after {seconds:.0f} seconds; the last check begun is not above"
+        reason = f"killed after {seconds:.0f} seconds; the check that was running is not listed above"
     elif code:
         reason = f"the process was killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
     else:
@@ -63,7 +61,7 @@ def rows_of(stage: int, options: Options, seconds: float = HARD_SECONDS) -> Iter
 
 
 def checks(stage: int, options: Options) -> Iterator[Check]:
-    """The checks of a stage, each drawn up when its turn comes."""
+    """Yield the checks of a stage lazily."""
     modules = (import_module(f"benchmarks.device.{name}") for name in STAGES[stage][1])
     return chain.from_iterable(module.checks(options) for module in modules)
 

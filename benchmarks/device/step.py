@@ -1,7 +1,7 @@
-"""A training step on one rank beside the same decoder with plain SDPA and without groups or FSDP; and its trace.
+"""Time a training step on one rank against the same decoder with plain SDPA, without groups and FSDP; and trace it.
 
-The world of one rank is made as `longspan train` makes it, in a process of its own. Gradients are compared at `CHECKED` tokens
-with those of the decoder in fp64; the step timed is the same code on a longer row.
+The world of one rank is created as by `longspan train`, in a new process. Gradients of a row of `CHECKED` documents are compared
+with those of the decoder in fp64. Timing uses the same code with a longer row.
 """
 
 from collections import defaultdict
@@ -36,7 +36,7 @@ from longspan.verify.baseline import attend_documents
 Tensor = torch.Tensor
 DEMO = Path(__file__).parent.parent.parent / "examples" / "demo.toml"
 CHECKED = (700, 1, 323)
-"""Documents of the row whose gradients are compared: scores in fp64 have to fit."""
+"""Document lengths of the row whose gradients are compared; short enough for fp64 scores."""
 _BIG = (
     "vocab_size=32000 hidden_size=1024 num_layers=8 num_heads=16 num_kv_heads=4 intermediate_size=2816 qk_norm=false "
     "init_std=0.02"
@@ -45,19 +45,19 @@ TRACE = "step-trace.json.gz"
 
 
 def checks(options: Options) -> Iterator[Check]:
-    """One step, compared and timed."""
+    """Yield the check of one step, compared and timed."""
     found = cache(partial(launch, in_a_world, (_compare, options), 1))
     yield Check(f"training step {_title(options)}", lambda: found()[0], lambda: found()[1])
 
 
 def trace_checks(options: Options) -> Iterator[Check]:
-    """One step under the profiler."""
+    """Yield the check of one step under the profiler."""
     found = cache(partial(launch, in_a_world, (_trace, options), 1))
     yield Check(f"profiler trace of a step {_title(options)}", lambda: found()[0], lambda: found()[1])
 
 
 def in_a_world(function: Callable[..., Any], options: Options) -> Any:
-    """`function(options, meshes)` in a world of this rank alone."""
+    """Call `function(options, meshes)` in a world of this rank alone."""
     meshes = join_world(
         Topology(dp=1, cp=1), timedelta(minutes=2), threads=1 if options.quick else None, device=options.device
     )
@@ -68,15 +68,15 @@ def in_a_world(function: Callable[..., Any], options: Options) -> Any:
 
 
 def step_config(options: Options) -> TrainConfig:
-    """135 million parameters in bf16 on a GPU; else the demo's."""
+    """Return the configuration: 135 million parameters in bf16 on a GPU, else the demo's."""
     model = [] if options.quick or options.device == "cpu" else [f"model.{part}" for part in _BIG.split()]
     parallel = ["parallel.cp=1", f"parallel.device={options.device}"]
     return load_config(DEMO, [*model, *parallel, f"dtype={'bf16' if model else 'fp32'}"])
 
 
 def make_batch(config: TrainConfig, lengths: Sequence[int]) -> Batch:
-    """Documents of random tokens."""
-    assert config.model is not None, "the demo says what its model is"
+    """Return documents of random tokens."""
+    assert config.model is not None, "the demo's configuration has a model"
     generator = torch.Generator().manual_seed(0)
     return Batch.from_documents(
         [torch.randint(1, config.model.vocab_size, (n,), generator=generator).numpy() for n in lengths]
@@ -84,7 +84,7 @@ def make_batch(config: TrainConfig, lengths: Sequence[int]) -> Batch:
 
 
 class PlainStep:
-    """The step in plain PyTorch: weights in fp32, a copy in the type in use, SDPA of each document, AdamW."""
+    """The step in plain PyTorch: fp32 weights, a copy in the compute dtype, SDPA per document, AdamW."""
 
     def __init__(self, config: TrainConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config, self.device = config, device
@@ -103,7 +103,7 @@ class PlainStep:
         self.model.load_state_dict(self.wide.state_dict())
 
     def backward(self, batch: Batch) -> list[Tensor]:
-        """The gradients of the mean loss."""
+        """Return the gradients of the mean loss."""
         x = {name: tensor.to(self.device) for name, tensor in batch.tensors().items()}
 
         def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
@@ -115,7 +115,7 @@ class PlainStep:
 
 @torch.no_grad()
 def round_weights(model: torch.nn.Module) -> None:
-    """To what bf16 holds, so that no copy of the weights is off by its type."""
+    """Round weights to bf16, in place, so that copies in any dtype are equal."""
     for p in model.parameters():
         p.copy_(p.bfloat16())
 
@@ -126,12 +126,12 @@ def _lengths(options: Options) -> tuple[int, ...]:
 
 def _title(options: Options) -> str:
     config, tokens = step_config(options), sum(_lengths(options))
-    assert config.model is not None, "the demo says what its model is"
+    assert config.model is not None, "the demo's configuration has a model"
     return f"{config.dtype} {config.model.num_parameters / 1e6:.3g}M parameters, {tokens:,} tokens"
 
 
 def _compare(options: Options, meshes: Meshes) -> tuple[float, Figures]:
-    """The error over what it may be and, if that holds, the figures."""
+    """Return the error over its limit and, if it is at most 1, the figures."""
     config = step_config(options)
     ours, device = _train_step(config, meshes)
     plain = PlainStep(config, device, TORCH_DTYPES[config.dtype])
@@ -168,7 +168,7 @@ def _train_step(config: TrainConfig, meshes: Meshes) -> tuple[TrainStep, torch.d
 
 
 def _trace(options: Options, meshes: Meshes) -> tuple[float, Figures]:
-    """The trace is right if attention ran once a layer in it."""
+    """Trace a step. The check holds if attention ran once per layer in the trace."""
     config = step_config(options)
     ours, device = _train_step(config, meshes)
     row = make_batch(config, _lengths(options))
@@ -195,7 +195,7 @@ def _profiled(device: torch.device) -> Iterator[torch.profiler.profile]:
 
 
 def work_of(events: Iterable[Any]) -> Figures:
-    """Of a profiler's events: where the time goes, and on a GPU launches, waits of the host, copies between it and the device."""
+    """Summarise profiler events: the longest by name; on a GPU also launches, host syncs, and copies to and from the host."""
     events = list(events)
     on_device = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     spent: dict[str, list[float]] = defaultdict(list)

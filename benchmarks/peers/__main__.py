@@ -1,10 +1,10 @@
-"""longspan and its peers beside SDPA on the same inputs, in an environment of the benchmark's own.
+"""Time longspan and its peers against SDPA on the same inputs, in a separate environment.
 
     python -m benchmarks.peers [--repeats 7] [--markdown docs/reference/peers.md] [--plot docs/reference/peers.png]
 
-`.venv-peers` is made from requirements/peers.txt when it is missing or that file has changed. Two ranks of one thread beside
-one process of two threads that runs SDPA. A contender is compared with SDPA's outputs and gradients first; one that is wrong is
-reported and not timed.
+The environment `.venv-peers` is created from requirements/peers.txt if it is missing or that file has changed. Two ranks of one
+thread each run against one SDPA process of two threads. Outputs and gradients of each contender are checked against SDPA first;
+a wrong contender is reported but not timed.
 """
 
 import tempfile
@@ -30,13 +30,20 @@ def run() -> None:
     @click.option("--repeats", default=7, show_default=True, help="Pairs to keep per contender.")
     @click.option("--most", default=20, show_default=True, help="Pairs to try at most.")
     @click.option(
-        "--foreign", default=FOREIGN_LIMIT, show_default=True, help="Drop pairs in which other programs used more."
+        "--foreign",
+        default=FOREIGN_LIMIT,
+        show_default=True,
+        help="Drop pairs in which other programs used a larger share of the cores.",
     )
     @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
-    @click.option("--only", default="", help="Inputs whose name holds this.")
-    @click.option("--peer", default="", help="Peers whose name holds one of these, by commas; longspan's routes stay.")
+    @click.option("--only", default="", help="Measure inputs whose name contains this.")
+    @click.option(
+        "--peer",
+        default="",
+        help="Measure peers whose name contains one of these, separated by commas, and longspan's routes.",
+    )
     @click.option("--json", "record", type=file)
-    @click.option("--markdown", type=file, help="Write the tables: between the marks of a page that has them.")
+    @click.option("--markdown", type=file, help="Write the tables to this file, between its marks if it has them.")
     @click.option("--plot", type=file)
     def main(
         seq_len: int, window: int, repeats: int, most: int, foreign: float, dtype: str, only: str, peer: str,
@@ -45,9 +52,9 @@ def run() -> None:
         cases = [case for case in make_cases(seq_len, window, dtype) if only in case.name]
         if not cases:
             names = ", ".join(repr(case.name) for case in make_cases(seq_len, window, dtype))
-            raise click.UsageError(f"no input's name holds {only!r}; there are {names}")
+            raise click.UsageError(f"no input's name contains {only!r}; inputs are {names}")
         reports = []
-        for case in cases:  # an input of its own, so that what has been measured is kept
+        for case in cases:  # one launch per input, so that measured inputs are kept if a later one fails
             with tempfile.TemporaryDirectory() as folder:
                 reports += launch(measure, ([case], Limits(repeats, most, foreign=foreign), peer, Path(folder)), 3)
             as_table(reports[-1:])

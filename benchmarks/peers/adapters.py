@@ -1,7 +1,6 @@
-"""How each peer is called: a function that builds it for one input and group, and gives the function to call.
+"""Adapters of the peers: each builds a peer for one input and group, and returns the function to call.
 
-Nothing here mends a peer: where one is wrong the benchmark says so. Peers are imported where they are built, since the process
-that runs SDPA needs none of them.
+No adapter fixes a peer: the benchmark reports a wrong result. Peers are imported when built, since the SDPA process needs none.
 """
 
 import sys
@@ -23,7 +22,7 @@ Build = Callable[[Case, dist.ProcessGroup], Attend]
 
 
 def make_layout(name: str, case: Case, ranks: int) -> Layout:
-    """The layout of that name; "balanced" is made from the mask."""
+    """Return the layout `name`; "balanced" is made from the mask."""
     return Layout.balanced(case.mask, ranks) if name == "balanced" else Layout.named(name, case.seq_len, ranks)
 
 
@@ -90,12 +89,12 @@ def _init_deepspeed() -> None:
 
     logger.setLevel("ERROR")
     if not deepspeed.comm.is_initialized():
-        with redirect_stdout(sys.stderr):  # the table alone belongs on stdout
+        with redirect_stdout(sys.stderr):  # stdout is for the table only
             deepspeed.comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
 def _layer(case: Case) -> Any:
-    """What a Hugging Face attention function reads off the layer that calls it."""
+    """Return a stand-in for the layer, with the attributes that Hugging Face attention functions read."""
     return SimpleNamespace(
         training=True,
         is_causal=True,
@@ -118,7 +117,7 @@ def torch_template(rotate: str) -> Build:
         from torch.distributed.tensor.experimental._attention import set_rotate_method
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            set_rotate_method(rotate)  # a global of the module: two peers here differ in it
+            set_rotate_method(rotate)  # a module global that differs between two peers here
             return _Template.apply(q, k, v, group)
 
         return attend
@@ -127,7 +126,7 @@ def torch_template(rotate: str) -> Build:
 
 
 class _Template(torch.autograd.Function):
-    """PyTorch's two templates joined: its dispatch knows the CUDA operators alone."""
+    """PyTorch's forward and backward templates as one function: its own dispatch has only CUDA operators."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -201,7 +200,7 @@ def ringmaster(backend: str, rotate: str = "allgather", balance: str = "none") -
         layer = _layer(case)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rm.runtime.set_runtime(runtime)  # one a process, and several peers here have their own
+            rm.runtime.set_runtime(runtime)  # one per process, but several peers here need their own
             return function(layer, q, k, v, None, is_causal=True)[0]
 
         return attend
@@ -242,7 +241,7 @@ def lucidrains_zigzag(case: Case, group: dist.ProcessGroup) -> Attend:
 
 
 def _interleaved_heads(case: Case) -> tuple[Tensor | None, Tensor | None]:
-    """Query heads in the order in which KV head `i % kv_heads` serves head `i`, and the way back."""
+    """Return the order of query heads in which head `i` uses KV head `i % kv_heads`, and its inverse; None without GQA."""
     if case.heads == case.kv_heads:
         return None, None
     theirs = torch.arange(case.heads).view(case.kv_heads, -1).T.flatten()

@@ -1,4 +1,4 @@
-"""The inputs that longspan and its peers are given: what a query may see, the heads, and the tensors."""
+"""The inputs of longspan and its peers: masks, heads and tensors."""
 
 import random
 import sysconfig
@@ -16,7 +16,7 @@ BYTES_PER_TOKEN = 4
 
 @dataclass(frozen=True)
 class Case:
-    """One input. `lengths` are those of its documents: one of `seq_len` unless packed."""
+    """One input. `lengths` are its document lengths: one document of `seq_len` unless packed."""
 
     kind: Kind
     heads: int
@@ -41,7 +41,7 @@ class Case:
 
 
 def make_cases(seq_len: int, window: int, dtype: str = "float32") -> list[Case]:
-    """Causal, a window, packed documents, and grouped heads."""
+    """Return the inputs: causal, a window, packed documents, and causal with GQA."""
     whole = (seq_len,)
     return [
         Case("causal", 8, 8, seq_len, whole, dtype=dtype),
@@ -52,10 +52,10 @@ def make_cases(seq_len: int, window: int, dtype: str = "float32") -> list[Case]:
 
 
 def document_lengths(seq_len: int, folder: Path | None = None) -> list[int]:
-    """Lengths that fill a row of `seq_len` tokens: the standard library's files, in an order drawn with seed 0.
+    """Return lengths that fill a row of `seq_len` tokens: files of the standard library, shuffled with seed 0.
 
-    Four bytes are a token, about what a byte-pair tokenizer makes of source code. Files longer than the row and empty ones
-    are passed over; the last one is cut where the row ends.
+    One token is four bytes, about the ratio of a BPE tokenizer on source code. Empty files and files longer than the row are
+    skipped; the last file is cut at the row end. Raises ValueError: too few files in `folder`.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     found = [path.relative_to(folder) for path in folder.rglob("*.py")]
@@ -74,7 +74,7 @@ def document_lengths(seq_len: int, folder: Path | None = None) -> list[int]:
 
 
 def make_inputs(case: Case) -> list[torch.Tensor]:
-    """Global q, k, v and the output's gradient, `(1, heads, S, D)`, the same on every process."""
+    """Return global q, k, v and the output's gradient, `(1, heads, S, D)`, the same on every process."""
     generator = torch.Generator().manual_seed(0)
     heads = (case.heads, case.kv_heads, case.kv_heads, case.heads)
     return [

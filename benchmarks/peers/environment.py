@@ -1,4 +1,4 @@
-"""The peers' environment, `.venv-peers`: made from requirements/peers.txt, entered by starting again in it."""
+"""The peers' environment, `.venv-peers`: created from requirements/peers.txt, and entered by re-executing the command."""
 
 import hashlib
 import os
@@ -13,25 +13,25 @@ TORCH = "torch==2.13.0"
 
 
 def enter_environment(module: str) -> None:
-    """Make the environment if need be, and go on in it as `python -m module`, unless this process runs there already."""
+    """Re-execute as `python -m module` in the environment, created first if needed. Return if this process runs in it."""
     if Path(sys.prefix) == ENVIRONMENT:
         return
     python, stamp = ENVIRONMENT / "bin" / "python", ENVIRONMENT / ".installed"
     wanted = hashlib.sha256(REQUIREMENTS.read_bytes()).hexdigest()
     if not stamp.exists() or stamp.read_text() != wanted:
-        print(f"making {ENVIRONMENT.name} from {REQUIREMENTS.relative_to(ROOT)}", file=sys.stderr, flush=True)
+        print(f"creating {ENVIRONMENT.name} from {REQUIREMENTS.relative_to(ROOT)}", file=sys.stderr, flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", ENVIRONMENT], check=True)
-        # torch is named beside the file, so that no peer's own requirement picks another build of it.
+        # Pin torch next to the file, so that no peer's requirement selects another build.
         pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
         subprocess.run([*pip, TORCH, "-r", REQUIREMENTS], check=True)
         stamp.write_text(wanted)
-    # longspan is read from the sources, so that the environment does not change with it.
+    # longspan is imported from the sources, so that the environment does not depend on its version.
     paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(paths),
         "DS_ACCELERATOR": "cpu",
-        "KINETO_LOG_LEVEL": "99",  # the profiler would say twice per contender that it ran
-        # DeepSpeed compiles an operator when its communication starts: beside it, not in the user's home.
+        "KINETO_LOG_LEVEL": "99",  # silences the profiler
+        # DeepSpeed compiles an operator at initialisation: keep it in the environment, not in the user's home.
         "TORCH_EXTENSIONS_DIR": str(ENVIRONMENT / "extensions"),
     }
     os.execve(python, [str(python), "-m", module, *sys.argv[1:]], environment)

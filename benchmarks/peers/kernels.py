@@ -1,7 +1,7 @@
 """Local attention for peers whose own kernel needs CUDA: PyTorch's CPU flash operator, and flash-attn's functions over it.
 
-A window is computed 128 query rows at a time, as longspan's own CPU kernel does, so that peers lose nothing by their kernel.
-Tensors are `(B, H, S, D)` unless a function says otherwise.
+A window is computed for 128 query rows at a time, as in longspan's own CPU kernel, so that kernels do not favour longspan.
+Tensors are `(B, H, S, D)` unless stated otherwise.
 """
 
 import sys
@@ -25,7 +25,7 @@ ROWS = 128
 
 
 def local_attention(case: Case) -> Local:
-    """Attention of whole sequences, some of the heads: the best that the CPU flash operator gives for this input."""
+    """Return attention of whole sequences over any number of heads, the fastest with the CPU flash operator."""
     match case.kind:
         case "causal":
             return _causal
@@ -38,7 +38,7 @@ def local_attention(case: Case) -> Local:
 
 
 def plain_attention(case: Case) -> Local:
-    """What PyTorch alone offers in one process: `local_attention`, but a boolean mask for a window."""
+    """Return attention with plain PyTorch in one process: `local_attention`, but with a boolean mask for a window."""
     if case.kind != "window":
         return local_attention(case)
     visible = torch.from_numpy(case.mask.dense())
@@ -72,7 +72,7 @@ class Flash(torch.autograd.Function):
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right: int, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp `(B, H, S)`. `left` and `right` are flash-attn's window sides, -1 for open."""
+    """Return the output and logsumexp `(B, H, S)`. `left` and `right` are flash-attn's window sizes, -1 for unbounded."""
     if left < 0 and right < 0:
         assert not causal or q.shape[2] == k.shape[2], "the operator aligns causal to the top left"
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
@@ -89,7 +89,7 @@ def flash_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, left: int, right: int,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k, v."""
+    """Return the gradients of q, k, v."""
     op = aten._scaled_dot_product_flash_attention_for_cpu_backward
     if left < 0 and right < 0:
         return op(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
@@ -107,7 +107,7 @@ def flash_backward(
 def _blocks(
     num_q: int, num_k: int, causal: bool, left: int, right: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Runs of query rows, the keys they see, and the additive mask of the two. Rows that see nothing are in none."""
+    """Yield runs of query rows, their visible keys, and the additive mask, without rows that see no key."""
     left = num_q + num_k if left < 0 else left
     right = 0 if causal else num_q + num_k if right < 0 else right
     offset = num_k - num_q
@@ -127,9 +127,9 @@ def _additive_mask(rows: int, keys: int, ahead: int, left: int, right: int, dtyp
 
 @contextmanager
 def flash_attn_stand_in() -> Iterator[None]:
-    """While open, `import flash_attn` finds a module over the CPU operator. Its tensors are flash-attn's, `(B, S, H, D)`.
+    """Let `import flash_attn` find a stand-in over the CPU operator inside the block. Its tensors are `(B, S, H, D)`.
 
-    Only what yunchang calls is there. The module does not stay, so that no other package takes it for the real one.
+    It has only the functions that yunchang calls. It is removed after the block, so that no other package uses it.
     """
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     for module in (package, interface):
@@ -180,4 +180,4 @@ def _flash_attn_backward(
 
 def _check_unused(dropout_p: float, rest: dict[str, Any]) -> None:
     asked = {name: value for name, value in {"dropout_p": dropout_p, **rest}.items() if value}
-    assert not asked, f"the stand-in knows no {asked}"
+    assert not asked, f"the stand-in does not support {asked}"

@@ -1,4 +1,4 @@
-"""Correctness first, then memory and bytes, then pairs: each contender against SDPA, each route against the fastest peer."""
+"""Check, then measure memory and bytes, then time in pairs: contenders against SDPA, routes against the fastest peer."""
 
 import statistics
 import sys
@@ -23,12 +23,12 @@ Tensor = torch.Tensor
 Run = Callable[[], tuple[Tensor, ...]]
 TENSORS = ("out", "dq", "dk", "dv")
 TOLERANCE = 1e-3
-"""Greatest difference from SDPA in fp32 over the tensor's largest value, on any rank. In bfloat16, plus twice SDPA's own."""
+"""Allowed difference from fp32 SDPA over the tensor's maximum, on any rank; in bfloat16, plus twice SDPA's own error."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How often to measure. What takes more than `slow` times SDPA is paired `few` times: no one asks for its third digit."""
+    """Numbers of pairs to keep and to try. A contender that takes more than `slow` times SDPA is timed only `few` times."""
 
     repeats: int
     most: int
@@ -39,9 +39,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Result:
-    """One contender on one input. `status` is exact, wrong, failed or refused; `note` the reason of the last three.
+    """One contender on one input. `status` is exact, wrong, failed or refused; `note` is the reason of the last three.
 
-    `peak` is the greatest of the ranks' in bytes, `sent` the mean of the ranks' TCP payload; both of one forward + backward.
+    `peak` is the maximum of the ranks' memory in bytes, `sent` the mean of the ranks' TCP payload, of one forward + backward.
     """
 
     name: str
@@ -66,8 +66,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """All of one input. `rival` is the fastest exact peer, `ideal_seconds` SDPA's causal time by the share of its pairs that
-    this mask sees."""
+    """The results of one input. `rival` is the fastest exact peer. `ideal_seconds` is causal SDPA's time, scaled by the share
+    of visible pairs."""
 
     case: Case
     sdpa_seconds: Spread
@@ -79,7 +79,7 @@ class Report:
 
 
 def measure(cases: list[Case], limits: Limits, only: str, folder: Path) -> list[Report]:
-    """All cases, on each of the three processes."""
+    """Measure all cases, called on each of the three processes."""
     trio = Trio(folder)
     try:
         return [_measure(case, limits, only, trio) for case in cases]
@@ -98,14 +98,14 @@ def _measure(case: Case, limits: Limits, only: str, trio: Trio) -> Report:
 
 
 def sdpa_run(case: Case, inputs: list[Tensor]) -> Run:
-    """What contenders are compared with: the whole row in one process."""
+    """Return forward and backward of SDPA over the whole row in one process."""
     return forward_backward(inputs, kernels.plain_attention(case))
 
 
 def compare(
     case: Case, roster: list[Peer], limits: Limits, trio: Trio, baseline: Callable[[Case, list[Tensor]], Run] = sdpa_run
 ) -> tuple[Report, dict[str, Run | None]]:
-    """Check each of `roster` against SDPA and pair it with `baseline`; and how to run each, for duels."""
+    """Check each of `roster` against SDPA and time it in pairs with `baseline`. Returns the report, and the functions."""
     inputs = make_inputs(case)
     right = _right(case, inputs, trio)
     own = _own_error(sdpa_run(case, inputs)(), right) if trio.is_baseline else None
@@ -124,7 +124,7 @@ def compare(
 
 
 def fastest(results: list[Result]) -> str:
-    """The name of the one that takes least of SDPA's time; empty if none was timed."""
+    """Return the name of the result with the lowest time over SDPA; empty if none was timed."""
     timed = [(result.ratio.median, result.name) for result in results if result.ratio and result.ratio.repeats]
     return min(timed)[1] if timed else ""
 
@@ -132,7 +132,7 @@ def fastest(results: list[Result]) -> str:
 def _check(
     peer: Peer, case: Case, inputs: list[Tensor], right: tuple[Tensor, ...], allowed: float, trio: Trio
 ) -> tuple[Result, Run | None]:
-    """Whether the peer takes this input, runs and is right; then its memory and bytes."""
+    """Check that the peer supports the input, runs and is correct; then measure memory and bytes."""
     _say(trio, f"{case}: {peer.name}")
     named = version(peer.package) if peer.package != OURS else ""
     result = Result(peer.name, peer.package, named, peer.layout, peer.source, peer.stand_in, "exact")
@@ -162,7 +162,7 @@ def _check(
 
 
 def _right(case: Case, inputs: list[Tensor], trio: Trio) -> tuple[Tensor, ...]:
-    """SDPA's output and gradients in fp32, from the process that runs it."""
+    """Return SDPA's output and gradients in fp32, broadcast by the SDPA process."""
     inputs = [x.float() for x in inputs]
     if trio.is_baseline:
         right = forward_backward(inputs, kernels.plain_attention(case))()
@@ -177,7 +177,7 @@ def _own_error(result: tuple[Tensor, ...], right: tuple[Tensor, ...]) -> float:
 
 
 def _rank_run(peer: Peer, case: Case, layout: Layout, inputs: list[Tensor], rank: int) -> Run:
-    """Forward and backward on this rank's shard, laid out as the peer documents it before anything is measured."""
+    """Return forward and backward on this rank's shard, put into the peer's axes before any measurement."""
     attend = peer.build(case, dist.group.WORLD)
     axes = (*[peer.axes[0]] * 3, peer.axes[1])
     local = [_to_axes(shard(x, layout, rank, 2), name) for x, name in zip(inputs, axes, strict=True)]
@@ -207,7 +207,7 @@ def _from_axes(x: Tensor, axes: str) -> Tensor:
 
 
 def _errors(result: tuple[Tensor, ...], right: tuple[Tensor, ...], layout: Layout, rank: int) -> dict[str, float]:
-    """The greatest difference from SDPA's own result over that tensor's largest value; NaN is infinite."""
+    """Return the maximum difference from SDPA's result over the tensor's maximum; NaN becomes infinite."""
     errors = {}
     for name, ours, whole in zip(TENSORS, result, right, strict=True):
         expected = shard(whole, layout, rank, 2)
@@ -224,7 +224,7 @@ def _peak(run: Run) -> int:
 
 
 def _sent(run: Run) -> int:
-    """Bytes that this rank's sockets sent: all of it is where it goes when both ranks are in the barrier."""
+    """Return the bytes sent by this rank's sockets. The barriers ensure that all of them have arrived."""
     dist.barrier()
     before = tcp_bytes_sent()
     run()
@@ -246,7 +246,7 @@ def _ideal_seconds(case: Case, inputs: list[Tensor]) -> float:
 def _pair_all(
     case: Case, results: dict[str, Result], runs: dict[str, Run | None], sdpa: Run | None, limits: Limits, trio: Trio
 ) -> list[float]:
-    """Rounds of pairs, every exact contender in each, so that a slow minute falls on all. Fills in `results`."""
+    """Time rounds of pairs, with every exact contender in each, and fill in `results`. Returns the baseline's seconds."""
     kept: dict[str, list[tuple[float, float]]] = {name: [] for name, r in results.items() if r.status == "exact"}
     dropped = dict.fromkeys(kept, 0)
     for turn in range(limits.most):
@@ -274,7 +274,7 @@ def _enough(pairs: list[tuple[float, float]], limits: Limits) -> int:
 
 
 def duel(name: str, rival: str, runs: dict[str, Run | None], limits: Limits, trio: Trio) -> Spread:
-    """The time of `name` over the rival's in pairs of their own: two ratios over SDPA would add SDPA's spread twice."""
+    """Return the time of `name` over the rival's, from direct pairs: two ratios over SDPA would add SDPA's spread twice."""
     _say(trio, f"{name} against {rival}")
     ratios: list[float] = []
     for turn in range(limits.most):

@@ -1,4 +1,4 @@
-"""The peers and longspan's routes: for each, what is called, what stands in for what a CPU lacks, and what it cannot do."""
+"""The peers and longspan's routes: the function called, the stand-in for CUDA kernels on a CPU, and unsupported inputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ OURS = "longspan"
 
 @dataclass(frozen=True)
 class Peer:
-    """`build(case, group)` gives the function to call on every rank; `refuses(case)` says why not, or None.
+    """One contender. `build(case, group)` returns the function to call on every rank; `refuses(case)` returns a reason or None.
 
-    It is called with its shard of q, k, v in the axes it documents, "bhtd" or "bthd", and gives its shard of the output.
-    `stand_in` says what runs in place of a CUDA kernel.
+    The function takes this rank's shard of q, k, v and returns the shard of the output, both in the peer's `axes`, "bhtd" or
+    "bthd". `stand_in` describes what runs in place of a CUDA kernel.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Peer:
 
 
 def contenders(case: Case, only: str = "") -> list[Peer]:
-    """longspan's routes of one level, as many as there are, and the peers that `only` names."""
+    """Return longspan's single-level routes, and the peers selected by `only`."""
     routes = [route for route in ROUTES if route not in ("auto", "upipe", "usp") and "-" not in route]
     ours = [(f"{OURS} {route}", route, _our_layout(route, case)) for route in routes]
     return [
@@ -44,12 +44,12 @@ def contenders(case: Case, only: str = "") -> list[Peer]:
 
 
 def named(words: str) -> list[Peer]:
-    """The peers whose name holds one of `words`, which commas separate."""
+    """Return the peers whose name contains one of `words`, separated by commas."""
     return [peer for peer in PEERS if any(word.strip().lower() in peer.name.lower() for word in words.split(","))]
 
 
 def _our_layout(route: str, case: Case) -> str:
-    """What suits the input: a head shard is whole anyway, and a window is nearly even as it is."""
+    """Return the best layout: "ulysses" needs no balance, since it computes whole sequences of a share of the heads."""
     if route == "ulysses":
         return "contiguous"
     if case.kind == "causal":
@@ -66,7 +66,7 @@ def _never(why: str) -> Callable[[Case], str | None]:
 
 
 def _not_built(case: Case, group: dist.ProcessGroup) -> Attend:
-    raise AssertionError("a peer that refuses every input is not built")
+    raise AssertionError("a peer that refuses every input must not be built")
 
 
 _RINGMASTER_P2P = "point-to-point rotation takes no window; documents take its all-gather path, which is listed"

@@ -1,4 +1,4 @@
-"""The reports as a table, as Markdown, and as a figure."""
+"""Show reports as a table, as Markdown, and as a figure."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,12 +14,12 @@ from longspan.report.palette import rank_colors
 COLUMNS = ("", "layout", "time / SDPA (quartiles)", "/ fastest peer", "pairs", "error", "peak MiB", "MiB sent")
 MARKS = ("<!-- begin: python -m benchmarks.peers -->", "<!-- end -->")
 _CUT = 2.0
-"""Bars of the figure end here, so that those near 1 can be told apart; a longer one says its value."""
+"""Maximum of the figure's bars, so that bars near 1 are distinguishable; every bar is labelled with its value."""
 _INK = "#1f2933"
 
 
 def as_table(reports: list[Report]) -> None:
-    """On stdout, at full width when it is not a terminal."""
+    """Print tables to stdout, 180 columns wide if it is not a terminal."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=180)
@@ -34,7 +34,7 @@ def as_table(reports: list[Report]) -> None:
 
 
 def as_markdown(reports: list[Report]) -> str:
-    """A section for each input, then what was called and what stood in."""
+    """Return a section for each input, then the functions called and their stand-ins."""
     lines: list[str] = []
     for report in reports:
         lines += [f"### {report.case}", "", _reference(report), "", _markdown_row(COLUMNS)]
@@ -53,7 +53,7 @@ def as_markdown(reports: list[Report]) -> str:
 
 
 def write_markdown(text: str, path: Path) -> None:
-    """In place of what stands between the two marks, or as the whole of a file that has none."""
+    """Replace the text between the two marks, or the whole file if it has no marks."""
     page = path.read_text() if path.exists() else ""
     if MARKS[0] in page and MARKS[1] in page:
         before, after = page.split(MARKS[0])[0], page.split(MARKS[1])[-1]
@@ -62,7 +62,7 @@ def write_markdown(text: str, path: Path) -> None:
 
 
 def draw(reports: list[Report], path: Path) -> None:
-    """A panel for each input: a bar from 0 to each contender's time over SDPA, whiskers over its quartiles."""
+    """Draw a panel for each input, with a bar for each contender's time over SDPA, and whiskers over its quartiles."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,7 +127,7 @@ def _rows(report: Report) -> Iterator[tuple[Result | None, list[str]]]:
 
 
 def _timed(report: Report) -> list[Result]:
-    """Exact contenders, fastest first."""
+    """Return the timed contenders, fastest first."""
     timed = [result for result in report.results if result.ratio and result.ratio.repeats]
     return sorted(timed, key=lambda result: result.ratio.median if result.ratio else 0.0)
 
@@ -152,7 +152,7 @@ def _label(result: Result) -> str:
 
 
 def _reference(report: Report) -> str:
-    """What the baseline is, how long it takes, and how long it would if only visible pairs cost time."""
+    """Describe the baseline, its time, and causal SDPA's time scaled by the share of visible pairs."""
     case = report.case
     how = {"causal": "", "window": " with a boolean mask", "packed": f" on each of {len(case.lengths)} documents"}[
         case.kind

@@ -1,7 +1,7 @@
-"""Three processes: two ranks whose whole world is their group of two, and one for SDPA, who sleeps while they are measured.
+"""Three processes: two ranks whose default group has size two, and one for SDPA, which sleeps while the ranks are measured.
 
-Some peers use the default group whatever group they are given. So the ranks' default group is the two of them, and what joins
-all three is a group that no peer can find.
+Some peers use the default group instead of the group they are given. So the default group holds the two ranks only, and all
+three processes share a group that is not registered with torch.distributed.
 """
 
 import os
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from benchmarks.harness import Usage, foreign_share
 
 BASELINE = 2
-"""The process that runs SDPA; 0 and 1 are the ranks."""
+"""Number of the SDPA process; 0 and 1 are the ranks."""
 RANKS = 2
 _TIMEOUT = timedelta(minutes=10)
 
 
 class Trio:
-    """This process among the three. Every method is called by all of them."""
+    """The group of three processes. All methods are collective."""
 
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ["RANK"])
@@ -45,7 +45,7 @@ class Trio:
             dist.destroy_process_group()
 
     def gather(self, value: Any) -> list[Any]:
-        """The three processes' values."""
+        """Return the values of all three processes."""
         self._calls += 1
         self._store.set(f"{self._calls}/{self.rank}", pickle.dumps(value))
         return [pickle.loads(self._store.get(f"{self._calls}/{rank}")) for rank in range(3)]
@@ -55,9 +55,10 @@ class Trio:
         return x
 
     def pair(self, sides: tuple[Callable | None, Callable | None], flipped: bool) -> tuple[tuple[float, float], float]:
-        """Seconds of two sides that run one after the other, the second first if `flipped`; and what other programs used.
+        """Time two functions one after the other, the second first if `flipped`.
 
-        A side is None in a process that takes no part in it. Its seconds are those of its slowest process.
+        Returns the seconds of both, of the slowest process, and the share of the cores that other programs used. A side is None
+        in a process that does not take part in it.
         """
         before, began = Usage.now(), time.perf_counter()
         seconds = torch.zeros(2, dtype=torch.float64)

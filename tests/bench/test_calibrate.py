@@ -41,7 +41,7 @@ def test_costs_of_ranks_at_hand(P, tmp_path):
 
 
 def test_one_rank_has_nothing_to_measure():
-    with pytest.raises(SpecError, match="one rank sends nothing"):
+    with pytest.raises(SpecError, match="a group of 1 rank has no traffic"):
         run_alone()
 
 

@@ -70,8 +70,8 @@ def test_no_figure_of_what_is_off(error):
         (raising(ValueError("so\nand so")), None, "fails", "ValueError: so"),
         (raising(NotHereError("no triton")), None, "absent", "no triton"),
         (raising(torch.OutOfMemoryError("2 GiB")), None, "absent", "OutOfMemoryError: 2 GiB"),
-        (lambda: 0.5, raising(RuntimeError("lost")), "fails", "right, but not measured: RuntimeError: lost"),
-        (lambda: 0.5, raising(NotHereError("busy")), "holds", "right, but not measured: busy"),
+        (lambda: 0.5, raising(RuntimeError("lost")), "fails", "correct, but not measured: RuntimeError: lost"),
+        (lambda: 0.5, raising(NotHereError("busy")), "holds", "correct, but not measured: busy"),
     ],
 )
 def test_whatever_a_check_does_is_a_row(compare, measure, status, reason):
@@ -87,12 +87,12 @@ def test_a_stage_that_breaks_off_or_is_late_says_so():
 
     assert statuses(run_stage(1, checks())) == [("a", "holds", ""), ("the rest of the stage", "fails", "KeyError: 'b'")]
     late = run_stage(1, [Check("a", raising(AssertionError("run")))], seconds=-1)
-    assert statuses(late) == [("a", "late", "the stage's -1 seconds were over")]
+    assert statuses(late) == [("a", "late", "the stage's limit of -1 seconds was reached")]
 
 
 @pytest.mark.parametrize(
     ("number", "seconds", "reason"),
-    [(1, 0.5, "ended after 0 seconds; the last check begun is not above"), (9, 60, "exit status 1")],
+    [(1, 0.5, "killed after 0 seconds; the check that was running is not listed above"), (9, 60, "exit status 1")],
 )
 def test_a_process_that_hangs_or_ends_is_a_row(number, seconds, reason, capfd):
     rows = list(stage.rows_of(number, QUICK, seconds))

@@ -110,7 +110,7 @@ CORRECT = "correct the configuration file, or use --set name=value"
         (
             setting("model.num_heads=4", "model.num_kv_heads=3"),
             NOT_VALID + "model: 3 KV heads do not divide 4 query heads",
-            "num_kv_heads may be one of [1, 2, 4]",
+            "set num_kv_heads to one of [1, 2, 4]",
         ),
         (
             setting("model.vocab_size=100"),

@@ -39,7 +39,7 @@ def test_two_documents_of_4_have_6_targets():
 
 def test_labels_not_yet_shifted_are_an_error():
     with pytest.raises(
-        DataError, match="label 0 at token 0, which is followed by 1: labels of a batch are shifted, once"
+        DataError, match="label 0 at token 0, which is followed by 1: labels of a Batch are shifted exactly once"
     ):
         Batch(IDS8, IDS8, positions([8]), (8,))
 
@@ -94,7 +94,7 @@ def test_zero_lengths_are_harmless():
 def test_positions_of_a_shard_are_refused():
     with pytest.raises(DataError, match="position 12 at token 4 follows 3") as caught:
         lengths_from_positions([0, 1, 2, 3, 12, 13, 14, 15])  # zigzag looks like two documents
-    assert caught.value.hint == "give the positions of the global row, before it is sharded"
+    assert caught.value.hint == "give the positions of the global row, before sharding"
     with pytest.raises(DataError, match="position 4 at token 0 begins the row"):
         lengths_from_positions([4, 5])
 
@@ -102,7 +102,7 @@ def test_positions_of_a_shard_are_refused():
 def test_values_are_in_the_errors():
     with pytest.raises(DataError, match=r"lengths \[4, 3\] sum to 7, but there are 8 ids"):
         shift_labels(IDS8, [4, 3])
-    with pytest.raises(DataError, match=r"lengths \[9, -1\] hold -1"):
+    with pytest.raises(DataError, match=r"lengths \[9, -1\] contain -1"):
         shift_labels(IDS8, [9, -1])
     with pytest.raises(DataError, match=r"loss_mask has shape \(7,\), but the ids have shape \(8,\)"):
         shift_labels(IDS8, [8], np.ones(7))
@@ -116,16 +116,16 @@ def test_values_are_in_the_errors():
         Batch.from_documents([[1], [2]], [None])
     with pytest.raises(DataError, match=r"loss_mask of document 1 has shape \(3,\), but the ids have shape \(1,\)"):
         Batch.from_documents([[1], [2]], [None, [1, 1, 1]])
-    with pytest.raises(DataError, match=r"document 0 is no array: .*inhomogeneous") as caught:
+    with pytest.raises(DataError, match=r"document 0 is not an array: .*inhomogeneous") as caught:
         Batch.from_documents([[[1], [2, 3]]])
-    assert caught.value.hint == "rows have one length, tensors are on the CPU"
+    assert caught.value.hint == "give rows of equal length, and tensors on the CPU"
 
 
 def test_a_batch_is_checked():
     labels, places = shift_labels(IDS8, [8]), positions([8])
     with pytest.raises(DataError, match="a batch has no token"):
         Batch.from_documents([[], []])
-    with pytest.raises(DataError, match="8 input_ids, 7 labels and 8 position_ids are not of one row"):
+    with pytest.raises(DataError, match="8 input_ids, 7 labels and 8 position_ids differ in number"):
         Batch(IDS8, labels[:7], places, (8,))
     with pytest.raises(DataError, match="position 4 at token 4 should be 0"):
         Batch(IDS8, shift_labels(IDS8, [4, 4]), places, (4, 4))
@@ -231,7 +231,7 @@ def test_padding_masks_that_are_refused():
     ids = np.arange(8).reshape(2, 4)
     with pytest.raises(DataError, match="attention_mask of row 1 has padding between tokens") as caught:
         Batch.from_padded(ids, [[1, 1, 1, 1], [1, 0, 1, 1]])
-    assert caught.value.hint == "for several documents in a row use Batch.from_positions"
+    assert caught.value.hint == "for several documents in one row use Batch.from_positions"
     with pytest.raises(DataError, match="attention_mask holds 2; its values are 0 and 1"):
         Batch.from_padded(ids, [[1, 1, 2, 2], [1, 1, 1, 1]])
     dense = np.tril(np.ones((2, 1, 4, 4)))
@@ -252,7 +252,9 @@ def test_resets_of_positions_are_documents(make):
 
 def test_positions_that_are_refused():
     ids = np.arange(8).reshape(2, 4)
-    with pytest.raises(DataError, match="position 4 at row 1, token 0 begins the row; a position is 0 or one more"):
+    with pytest.raises(
+        DataError, match="position 4 at row 1, token 0 begins the row; a position must be 0 or one more"
+    ):
         Batch.from_positions(ids, ids)  # one document over two rows, or two shards of it
     with pytest.raises(DataError, match="position 3 at row 0, token 2 follows 1"):
         Batch.from_positions(ids, [[0, 1, 3, 4], [0, 1, 2, 3]])
@@ -277,7 +279,7 @@ def test_bounds_that_are_refused(bounds):
 
 
 def test_bounds_are_of_one_row():
-    with pytest.raises(DataError, match="input_ids have 2 rows, but cu_seqlens bound the documents of one"):
+    with pytest.raises(DataError, match="input_ids have 2 rows, but cu_seqlens describe the documents of one row"):
         Batch.from_cu_seqlens(IDS8.reshape(2, 4), [0, 4, 8])
 
 
@@ -309,10 +311,10 @@ def test_labels_in_the_place_of_the_ids_are_shifted_once(way):
 @pytest.mark.parametrize("way", WAYS)
 def test_labels_shifted_by_the_caller_are_refused(way):
     with pytest.raises(
-        DataError, match=r"label 1 at .*token 0.*, whose id is 0: a label is the id at its own"
+        DataError, match=r"label 1 at .*token 0.*, whose id is 0: a label must be the id at the same index"
     ) as caught:
         WAYS[way](IDS8, labels=shift_labels(IDS8, [8]))
-    assert caught.value.hint == "give labels that are not shifted, -100 where ignored: a batch shifts them, once"
+    assert caught.value.hint == "give labels that are not shifted, with -100 where ignored: Batch shifts them"
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -454,9 +456,9 @@ def test_parents_are_checked():
 
 
 def test_prompts_that_are_refused():
-    with pytest.raises(DataError, match="a prompt of 0 tokens with 1 responses has nothing to share"):
+    with pytest.raises(DataError, match="a prompt of 0 tokens with 1 responses; both must be at least 1"):
         Batch.from_shared_prompt([], [[1]])
-    with pytest.raises(DataError, match="a prompt of 2 tokens with 0 responses has nothing to share"):
+    with pytest.raises(DataError, match="a prompt of 2 tokens with 0 responses; both must be at least 1"):
         Batch.from_shared_prompt([1, 2], [])
     with pytest.raises(DataError, match=r"loss_mask of response 1 has shape \(1,\), but the ids have shape \(2,\)"):
         Batch.from_shared_prompt([1], [[2], [3, 4]], [None, [1]])

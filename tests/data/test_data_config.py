@@ -52,18 +52,18 @@ def test_options_of_fit():
     [
         (
             {"fit": {"balance": "area", "buffer": 64}},
-            "fit.balance='area', fit.buffer=64 means nothing to packing \"stream\"",
+            "fit.balance='area', fit.buffer=64 has no effect with packing \"stream\"",
             'leave it out, or set packing="fit"',
         ),
         (
             {"fit": {}},
-            'fit means nothing to packing "stream"',
+            'fit has no effect with packing "stream"',
             'leave it out, or set packing="fit"',
         ),
         (
             {"packing": "fit", "fit": {"buckets": [8, 64]}},
             "bucket 64 is not below seq_len 64",
-            "leave it out: the last bucket holds",
+            "leave it out: documents above the last bucket",
         ),
     ],
 )

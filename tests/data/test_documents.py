@@ -171,7 +171,7 @@ def test_a_dangling_link_is_named_and_a_pipe_is_no_document(tmp_path):
 
 def test_options_are_checked(tmp_path):
     (tmp_path / "a.py").write_text("x")
-    assert "on_error='ignore' is not a choice" in failure(tmp_path, on_error="ignore").message
+    assert "on_error='ignore' is unknown" in failure(tmp_path, on_error="ignore").message
     assert "suffixes='.py' is not a sequence" in failure(tmp_path, suffixes=".py").message
     assert "suffixes=('py',) is not a sequence" in failure(tmp_path, suffixes=("py",)).message
 

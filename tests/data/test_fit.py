@@ -88,7 +88,7 @@ def test_a_long_document_is_refused_by_name():
     assert caught.value.message == (
         "document 8 has 25 tokens, more than seq_len 10; 2 of 3 documents are longer than a row, the longest has 25"
     )
-    assert caught.value.hint == 'set long_documents="cut", or seq_len to 25'
+    assert caught.value.hint == 'set long_documents="cut", or seq_len to at least 25'
     assert parts(fit_rows(np.array([10]), 10, FitConfig(long_documents="refuse"))) == [[(0, 10)]]
 
 

@@ -272,7 +272,7 @@ def test_a_state_that_is_none_is_refused():
         loader.load_state_dict({**loader.state_dict(), "row": -1})
     with pytest.raises(DataError, match=r"epoch_start 1\.5, not a count"):
         loader.load_state_dict({**loader.state_dict(), "epoch_start": 1.5})
-    with pytest.raises(DataError, match="row 7, which is not in epoch 2, of rows 4 to 5"):
+    with pytest.raises(DataError, match="row 7, which is not in epoch 2 of rows 4 to 5"):
         loader.load_state_dict({**loader.state_dict(), "row": 7, "epoch": 2, "epoch_start": 4})
 
 

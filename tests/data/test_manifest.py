@@ -131,7 +131,7 @@ def test_other_options_are_refused_with_the_values(
     with pytest.raises(DataError) as caught:
         loader_of(store, manifest=read_manifest(tmp_path / "rows.parquet"), **options)
     assert caught.value.message.startswith(f"{tmp_path}/rows.parquet holds rows of another stream: {message}")
-    assert caught.value.hint == "set data as it was when they were packed, or pack again: longspan pack"
+    assert caught.value.hint == "set the [data] values used to pack it, or pack again: longspan pack"
 
 
 @pytest.mark.parametrize(
@@ -187,10 +187,10 @@ def test_a_state_knows_its_manifest(store: TokenStore, tmp_path: Path) -> None:
     ("piece", "message"),
     [
         ((0, 0, 99), "row 0 of {path} has 99 tokens, more than seq_len 20"),
-        ((0, 0, 9), "row 0 of {path} holds tokens 0 to 9 of document 0, which has 4"),
-        ((0, 2, 2), "row 0 of {path} holds tokens 2 to 2 of document 0, which has 4"),
-        ((77, 0, 2), "row 0 of {path} holds document 77, which does not train"),
-        ((None, 0, 2), "row 0 of {path} holds document {heldout}, which does not train"),
+        ((0, 0, 9), "row 0 of {path} holds tokens 0 to 9 of document 0, which has 4 tokens"),
+        ((0, 2, 2), "row 0 of {path} holds tokens 2 to 2 of document 0, which has 4 tokens"),
+        ((77, 0, 2), "row 0 of {path} holds document 77, which is not in the training split"),
+        ((None, 0, 2), "row 0 of {path} holds document {heldout}, which is not in the training split"),
     ],
 )
 def test_rows_that_nobody_can_read_are_named(
@@ -219,7 +219,7 @@ def test_a_file_that_is_none(store: TokenStore, tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a"]}), path)
     with pytest.raises(DataError, match="is not a manifest of this version") as caught:
         read_manifest(path)
-    assert caught.value.hint == "longspan pack writes one"
+    assert caught.value.hint == "write one with: longspan pack"
     loader = loader_of(store)
     write_manifest(path, [], store, loader.stream, 1, COUNTED)
     with pytest.raises(DataError, match="has no row"):
@@ -236,7 +236,7 @@ def test_whole_or_not_at_all(store: TokenStore, tmp_path: Path) -> None:
 
     with pytest.raises(DataError, match=r"cannot be written: .*No such file") as caught:
         write_manifest(path, packs(), store, loader.stream, 1, COUNTED)
-    assert caught.value.hint == "name a file in a folder that exists"
+    assert caught.value.hint == "name a file in an existing folder"
     path.parent.mkdir()
     path.write_text("before")
     with pytest.raises(DataError, match="stop"):

@@ -169,7 +169,7 @@ def test_a_damaged_cache_is_named(corpus):
     with (folder / "tokens.bin").open("r+b") as file:
         file.truncate(20)
     with pytest.raises(
-        DataError, match=f"token cache {folder} is damaged: 10 tokens, 50 documents; offsets say 590, 50"
+        DataError, match=f"token cache {folder} is damaged: 10 tokens, 50 documents; offsets imply 590, 50"
     ):
         open_store(corpus)
 

@@ -78,7 +78,7 @@ def test_eos_given_comes_first_and_is_part_of_the_fingerprint(folder):
 
 
 def test_errors_name_what_is_missing(folder, tmp_path):
-    with pytest.raises(DataError, match="names no end-of-document token: eos_token is in neither") as caught:
+    with pytest.raises(DataError, match="defines no end-of-document token: eos_token is in neither") as caught:
         HuggingFaceTokenizer(folder)
     assert caught.value.hint == "add one of these files, or pass eos"
     with pytest.raises(DataError, match="token '<eos>' is not among the 4 tokens"):

@@ -147,8 +147,8 @@ def test_compiled_and_eager_are_equal():
 @pytest.mark.parametrize(
     ("tokens", "words"),
     [
-        (TOKENS[0], r"tokens \(12,\) torch.int64 do not fit x \(2, 12, 10\)[\s\S]*sharded like the ids"),
-        (TOKENS.int(), r"tokens \(2, 12\) torch.int32 do not fit"),
+        (TOKENS[0], r"tokens \(12,\) torch.int64 do not match x \(2, 12, 10\)[\s\S]*sharded like the ids"),
+        (TOKENS.int(), r"tokens \(2, 12\) torch.int32 do not match"),
     ],
 )
 def test_tokens_that_do_not_fit_are_refused(tokens, words):

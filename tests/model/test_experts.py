@@ -429,24 +429,22 @@ def _wrong_part(group, rank):
 def test_experts_that_are_not_cut_are_refused():
     text = (
         "8 experts are not 8 on each of 2 ranks\n\n"
-        "hint: ep divides the number of experts; set group, and leave this rank's part of dim 0 alone"
+        "hint: ep must divide num_experts; set group, and keep only this rank's experts in dim 0"
     )
     assert run_ranks(2, _wrong_part) == [text] * 2
 
 
 def test_refusals():
-    with pytest.raises(
-        SpecError, match=r"layer 2 is to have experts, but the model's config has none[\s\S]*set experts"
-    ):
+    with pytest.raises(SpecError, match=r"layer 2 needs config\.experts, which is None[\s\S]*set experts"):
         MixtureOfExperts(make_config(), 2)
-    with pytest.raises(SpecError, match=r"shared_intermediate_size is 10, and shared is NoneType[\s\S]*of that size"):
+    with pytest.raises(SpecError, match=r"shared_intermediate_size is 10, but shared is NoneType[\s\S]*of that size"):
         MixtureOfExperts(moe_config(), 0)
-    with pytest.raises(SpecError, match=r"shared_intermediate_size is 0, and shared is SharedExpert"):
+    with pytest.raises(SpecError, match=r"shared_intermediate_size is 0, but shared is SharedExpert"):
         MixtureOfExperts(moe_config(shared=0), 0, SharedExpert(SHARED))
     config, inputs = moe_config(), make_inputs()
     x, live, unit, unit_tokens, _ = make_slots(inputs, config, (0, N))
     with pytest.raises(
-        SpecError, match=r"routing is of slots \(1, 27\) and units \(1, 27\), x is \(1, 20, 16\)[\s\S]*like its ids"
+        SpecError, match=r"routing has live \(1, 27\) and unit \(1, 27\), but x \(1, 20, 16\)[\s\S]*like its ids"
     ):
         make_layer(config, inputs)(x[:, :20], Routing(live, unit, unit_tokens, None, 1.0))
 

@@ -128,7 +128,7 @@ def test_a_whole_state_dict_is_saved_for_a_model_whose_own_is_not_there(tmp_path
         save_pretrained(shell, tmp_path)
     save_pretrained(shell, tmp_path, state_dict=whole)
     assert all(torch.equal(whole[name], tensor) for name, tensor in load_pretrained(tmp_path).state_dict().items())
-    with pytest.raises(SpecError, match=r"does not fit the model: norm.weight"):
+    with pytest.raises(SpecError, match=r"does not match the model: norm.weight"):
         save_pretrained(shell, tmp_path / "b", state_dict=whole | {"norm.weight": torch.ones(3)})
 
 
@@ -196,7 +196,7 @@ def test_folders_without_their_files_are_refused(tmp_path):
         load_pretrained(tmp_path)
     save_pretrained(Decoder(make_config()), tmp_path, max_shard_bytes=20_000)
     next(tmp_path.glob("model-00002-of-*.safetensors")).unlink()
-    with pytest.raises(SpecError, match=r"model-00002-of-0000\d.safetensors is named in .* but is not there"):
+    with pytest.raises(SpecError, match=r"model-00002-of-0000\d.safetensors is listed in .* but missing"):
         load_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").unlink()
     with pytest.raises(SpecError, match=r"has neither model.safetensors nor model.safetensors.index.json"):

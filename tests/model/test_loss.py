@@ -240,8 +240,8 @@ def _refused(group, rank, start, label):
     ("start", "label", "words"),
     [
         (3, 6, "label 6 is outside [0, 6)"),
-        (4, 0, "3 rows from row 4 on do not lie in a head of 6\n\nhint: start is the first"),
-        (-1, 0, "3 rows from row -1 on do not lie in a head of 6"),
+        (4, 0, "3 rows from row 4 on exceed a head of 6 rows\n\nhint: set start to"),
+        (-1, 0, "3 rows from row -1 on exceed a head of 6"),
     ],
 )
 def test_a_part_refuses_what_the_whole_head_has_not(start, label, words):
@@ -255,10 +255,10 @@ def test_a_part_refuses_what_the_whole_head_has_not(start, label, words):
     [
         ({"labels": torch.tensor([0, 5])}, r"label 5 is outside \[0, 3\)[\s\S]*use -100"),
         ({"labels": torch.tensor([-1, 0])}, r"label -1 is outside \[0, 3\)"),
-        ({"labels": torch.tensor([0])}, r"labels \(1,\) do not fit hidden \(2, 4\)[\s\S]*then shard both"),
+        ({"labels": torch.tensor([0])}, r"labels \(1,\) do not match hidden \(2, 4\)[\s\S]*then shard them"),
         ({"labels": torch.tensor([0, 1], dtype=torch.int32)}, r"labels are torch.int32[\s\S]*int64"),
-        ({"weight": torch.zeros(3, 5)}, r"weight \(3, 5\) torch.float32 does not fit hidden \(2, 4\)"),
-        ({"weight": torch.zeros(3, 4).double()}, r"weight \(3, 4\) torch.float64 does not fit"),
+        ({"weight": torch.zeros(3, 5)}, r"weight \(3, 5\) torch.float32 does not match hidden \(2, 4\)"),
+        ({"weight": torch.zeros(3, 4).double()}, r"weight \(3, 4\) torch.float64 does not match"),
         ({"chunk_tokens": 0}, r"chunk_tokens 0 is below 1[\s\S]*64 MiB"),
     ],
 )

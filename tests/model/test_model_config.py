@@ -66,7 +66,7 @@ def test_num_parameters_of_smollm2_135m():
         ({"hidden_size": 30}, ["hidden_size 30 is not a multiple of 4 heads", "set head_dim"]),
         ({"head_dim": 7}, ["head_dim 7 is odd", "head_dim=8"]),
         ({"hidden_size": 12}, ["head_dim 3 is odd"]),
-        ({"windows": (None,)}, ["windows has 1 entries for 2 layers", "None = full"]),
+        ({"windows": (None,)}, ["windows has 1 entries for 2 layers", "None for full attention"]),
         ({"windows": (None, 0)}, ["window 0 of layer 1 is below 1", '"full" (None in Python) for full']),
         ({"num_layers": 0}, ["num_layers", "greater than 0", "input_value=0"]),
         ({"rope_scaling": {"kind": "yarn"}}, ["rope_scaling 'yarn' is not supported", "Llama3RopeScaling"]),
@@ -76,7 +76,7 @@ def test_num_parameters_of_smollm2_135m():
             {"intermediate_size": None},
             ["neither intermediate_size nor experts is given", "give intermediate_size for dense layers"],
         ),
-        ({"experts": EXPERTS}, ["both intermediate_size 48 and experts are given", "a intermediate_size of their own"]),
+        ({"experts": EXPERTS}, ["both intermediate_size 48 and experts are given", "its own intermediate_size"]),
     ],
 )
 def test_errors_name_the_values_and_the_way_out(changes, words):
@@ -89,7 +89,7 @@ def test_errors_name_the_values_and_the_way_out(changes, words):
     ("changes", "words"),
     [
         ({"top_k": 9}, ["top_k 9 is more than 8 experts", "set top_k to at most 8, or num_experts to at least 9"]),
-        ({"top_k": 1}, ["top_k 1 with normalise=true gives every expert the weight 1", "set normalise=false"]),
+        ({"top_k": 1}, ["top_k 1 with normalise=true makes every weight 1", "set normalise=false"]),
         ({"intermediate_size": 0}, ["experts.intermediate_size", "greater than 0"]),
         ({"balance": -0.1}, ["experts.balance", "greater than or equal to 0"]),
         ({"balance_over": "token"}, ["experts.balance_over", "'batch' or 'document'"]),

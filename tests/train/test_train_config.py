@@ -73,7 +73,7 @@ def test_options_of_fit(file: Path) -> None:
     fit = load_config(file, ["data.packing=fit", "data.fit.buckets=[8, 32]", "data.fit.balance=area"]).data.fit_options
     assert fit is not None
     assert (fit.buckets, fit.balance) == ((8, 32), "area")
-    with pytest.raises(ValidationError, match=r'fit\.buffer=8 means nothing to packing "stream"'):
+    with pytest.raises(ValidationError, match=r'fit\.buffer=8 has no effect with packing "stream"'):
         load_config(file, ["data.fit.buffer=8"])
 
 

@@ -48,11 +48,11 @@ def test_rows_are_cut_and_nothing_else(tmp_path: Path) -> None:
     [
         (
             {"layers": 2},
-            r"2 layers cannot have the 3 kinds of masks of 6: windows \(9, None, 5\)[\s\S]*at least 3 layers",
+            r"2 layers are too few for the 3 kinds of masks of 6: windows \(9, None, 5\)[\s\S]*at least 3 layers",
         ),
-        ({"layers": 7}, r"layers=7 cuts nothing: the run has 6[\s\S]*at most 6"),
-        ({"tokens": 49}, r"tokens=49 cuts nothing: the run has 48[\s\S]*at most 48"),
-        ({"tokens": 9}, r"in rows of 9 tokens a window of 9 would hide nothing[\s\S]*more than 9 tokens"),
+        ({"layers": 7}, r"layers=7 cuts nothing: the run has 6 layers[\s\S]*at most 6"),
+        ({"tokens": 49}, r"tokens=49 cuts nothing: the run has 48 tokens[\s\S]*at most 48"),
+        ({"tokens": 9}, r"a window of 9 would mask nothing in rows of 9 tokens[\s\S]*more than 9 tokens"),
     ],
 )
 def test_what_would_hide_a_mask_is_refused(changes: dict[str, int], error: str) -> None:

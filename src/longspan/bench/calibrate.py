@@ -1,8 +1,8 @@
-"""What work and traffic cost on the ranks at hand, measured: the constants by which `route="auto"` weighs routes.
+"""Measure the cost of work and traffic on the ranks at hand: the constants with which `route="auto"` compares routes.
 
-message       a hop to the next rank and one from the rank before, of 1 KiB and of some MiB
+message       a hop to the next rank and one from the previous rank, of 1 KiB and of some MiB
 all-to-all    the same among all ranks
-tile          a full tile forward, of several sizes; and a tile so small that only the call costs
+tile          forward of a full tile of several sizes, and of one row, which measures the overhead of a call
 """
 
 import os
@@ -34,9 +34,9 @@ _HEADS = 4
 
 
 def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16, device: str = "auto") -> Costs | None:
-    """Measure on this world if a launcher made one, else on `ranks` new processes. Only rank 0 gets the result.
+    """Measure in the current world under torchrun, else on `ranks` new processes. Return the costs on rank 0, else None.
 
-    Raises `SpecError` if there are more ranks here than devices.
+    Raises `SpecError`: more ranks on this machine than devices.
     """
     check_devices(device, local_ranks(ranks), "--device cpu")
     if under_torchrun():
@@ -45,10 +45,10 @@ def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16
 
 
 def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_bytes: int) -> Costs:
-    """The costs in `group`, the same on every rank: the slowest rank's. Collective."""
+    """Return the costs in `group`, those of the slowest rank, on every rank. Collective. Raises `SpecError`: one rank."""
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), _device_of(group)
     if ranks == 1:
-        raise SpecError("one rank sends nothing that could be measured", hint="start at least two ranks")
+        raise SpecError("a group of 1 rank has no traffic to measure", hint="start at least 2 ranks")
     tiles = {rows: _tile_seconds(rows, head_dim, dtype, device) for rows in (1, *_TILE_ROWS)}
     tiles = {rows: _slowest(group, seconds) for rows, seconds in tiles.items()}
     overhead = tiles.pop(1)
@@ -82,7 +82,7 @@ def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_byt
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """The GPU where messages of the group travel between GPUs, else the CPU."""
+    """Return the GPU if the group's transport carries GPU tensors, else the CPU."""
     return transport_of(group).carries(torch.device("cuda"))
 
 
@@ -100,7 +100,7 @@ def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int, device
 def _line(
     group: dist.ProcessGroup, exchange: Callable[[int], Callable[[], None]], num_bytes: int
 ) -> tuple[float, float]:
-    """Latency and bandwidth of what `exchange(size)` does, from a small and a large size."""
+    """Return latency and bandwidth of `exchange(size)`, from a small and a large size."""
     device = _device_of(group)
     small, large = (_slowest(group, _seconds(exchange(size), group, device)) for size in (_SMALL, num_bytes))
     return small, (num_bytes - _SMALL) / max(large - small, 1e-9)
@@ -126,7 +126,7 @@ def _tile_seconds(rows: int, head_dim: int, dtype: torch.dtype, device: torch.de
 
 
 def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """The least of a few runs, the first of which only warms up."""
+    """Return the minimum of a few runs after a warm-up."""
     best = float("inf")
     run()
     for _ in range(_REPEATS):

@@ -1,5 +1,5 @@
-"""Documents to tokens to packed batches: everything a row needs is computed here, on the global row.
-A corpus is read once (`open_store`), a `Loader` deals its rows to data-parallel ranks, a `Batch` is ready to shard.
+"""Turn documents into tokens and tokens into packed batches. Labels and positions are computed on the global row.
+`open_store` tokenises a corpus once, `Loader` deals its rows to data-parallel ranks, a `Batch` is ready to shard.
 """
 
 from longspan.data.batch import Batch, lengths_from_positions, positions, shift_labels, to_padded

@@ -1,5 +1,5 @@
-"""What a user gives a Batch, checked: integers, flags, lengths, and which tokens are to be predicted.
-Arrays of numpy, lists, and tensors on the CPU; an error names the array, its shape and the place.
+"""Check the arrays that a `Batch` is made from: ids, masks, lengths and labels.
+NumPy arrays, lists and CPU tensors are accepted. An error names the array, its shape and the position.
 """
 
 from collections.abc import Sequence, Sized
@@ -24,14 +24,17 @@ def targets(
     within: Flags | None = None,
     of: str = "",
 ) -> Flags:
-    """Which tokens are to be predicted, in the shape of `ids`: all, or as the mask or labels in their place say.
+    """Return which tokens are targets, bool in the shape of `ids`: all of them without `labels` and `loss_mask`.
 
-    Labels are looked at where `within` is True. `of` names the document, as in " of document 3".
+    `labels` are not shifted: a label is the id at the same index, or -100. They are checked where `within` is True.
+    `of` completes the array's name in errors, as in " of document 3".
     """
     if labels is None:
         return np.ones(ids.shape, np.bool_) if loss_mask is None else flags(loss_mask, ids.shape, f"loss_mask{of}")
     if loss_mask is not None:
-        raise DataError(f"labels and loss_mask{of} are both given", hint="either says what is a target: give one")
+        raise DataError(
+            f"labels and loss_mask{of} are both given", hint="both select the targets: give only one of them"
+        )
     given = of_shape(integers(labels, f"labels{of}", (ids.ndim,)), ids.shape, f"labels{of}")
     wrong = (given != IGNORED) & (given != ids)
     if within is not None:
@@ -39,14 +42,17 @@ def targets(
     if wrong.any():
         at = first(wrong)
         raise DataError(
-            f"label {given[at]} at {place(at)}{of}, whose id is {ids[at]}: a label is the id at its own place",
-            hint=f"give labels that are not shifted, {IGNORED} where ignored: a batch shifts them, once",
+            f"label {given[at]} at {place(at)}{of}, whose id is {ids[at]}: a label must be the id at the same index",
+            hint=f"give labels that are not shifted, with {IGNORED} where ignored: Batch shifts them",
         )
     return given != IGNORED
 
 
 def integers(values: npt.ArrayLike, name: str, ndims: tuple[int, ...] = (1,)) -> IntArray:
-    """As int64; another number of dims or type is refused, no value at all is an array of any type."""
+    """Return `values` as int64. Raises DataError: another number of dims, or a type that is not integer.
+
+    An empty array may have any type.
+    """
     array = _array(values, name)
     if array.size == 0 and array.ndim in ndims:
         return np.empty(array.shape, np.int64)
@@ -57,7 +63,7 @@ def integers(values: npt.ArrayLike, name: str, ndims: tuple[int, ...] = (1,)) ->
 
 
 def flags(values: npt.ArrayLike, shape: tuple[int, ...] | None, name: str) -> Flags:
-    """0 and 1 as bool, of that shape, or of any."""
+    """Return `values` of 0 and 1 as bool. Raises DataError: other values, or another shape than `shape` if given."""
     array = _array(values, name)
     if shape is not None:
         of_shape(array, shape, name)
@@ -67,57 +73,59 @@ def flags(values: npt.ArrayLike, shape: tuple[int, ...] | None, name: str) -> Fl
 
 
 def of_shape(array: npt.NDArray[Any], shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
-    """The array, if it has the shape of the ids."""
+    """Return `array`. Raises DataError: its shape is not `shape`, that of the ids."""
     if array.shape != shape:
         raise DataError(f"{name} has shape {array.shape}, but the ids have shape {shape}")
     return array
 
 
 def sizes_of(lengths: Sequence[int] | IntArray) -> IntArray:
-    """Lengths of documents, int64 (N,)."""
+    """Return document lengths as int64 (N,). Raises DataError: a negative length."""
     sizes = integers(lengths, "lengths")
     if sizes.size and sizes.min() < 0:
-        raise DataError(f"lengths {short(sizes)} hold {sizes.min()}; a document has 0 tokens or more")
+        raise DataError(f"lengths {short(sizes)} contain {sizes.min()}; a document has 0 tokens or more")
     return sizes
 
 
 def check_runs(real: Flags) -> None:
-    """Refuse a row of (B, S) whose tokens are not one run."""
+    """Raise DataError if the tokens of a row of (B, S) are not contiguous."""
     begins = real & ~np.pad(real, ((0, 0), (1, 0)))[:, :-1]
     broken = begins.sum(1) > 1
     if broken.any():
         raise DataError(
-            f"attention_mask of row {broken.argmax()} has padding between tokens; padding is before or behind them",
-            hint="for several documents in a row use Batch.from_positions",
+            f"attention_mask of row {broken.argmax()} has padding between tokens; padding must be left or right of them",
+            hint="for several documents in one row use Batch.from_positions",
         )
 
 
 def one_each(
     values: Sequence[npt.ArrayLike | None] | None, documents: Sized, name: str
 ) -> Sequence[npt.ArrayLike | None]:
-    """One value, or None, for each document."""
+    """Return one value, or None, for each document."""
     if values is not None and len(values) != len(documents):
-        raise DataError(f"{len(values)} {name} for {len(documents)} documents", hint="give one, or None, for each")
+        raise DataError(
+            f"{len(values)} {name} for {len(documents)} documents", hint="give one for each document, or None"
+        )
     return [None] * len(documents) if values is None else values
 
 
 def joined(parts: Sequence[npt.NDArray[Any]], dtype: type[np.generic]) -> npt.NDArray[Any]:
-    """End to end; there may be none."""
+    """Return `parts` concatenated; an empty array of `dtype` if there are none."""
     return np.concatenate([np.empty(0, dtype), *parts])
 
 
 def first(wrong: Flags) -> tuple[int, ...]:
-    """Index of the first True."""
+    """Return the index of the first True."""
     return tuple(int(i) for i in np.argwhere(wrong)[0])
 
 
 def place(at: tuple[int, ...]) -> str:
-    """An index into (S,) or (B, S), in words."""
+    """Format an index into (S,) or (B, S)."""
     return f"token {at[0]}" if len(at) == 1 else f"row {at[0]}, token {at[1]}"
 
 
 def short(values: IntArray) -> str:
-    """At most 8 of them."""
+    """Format at most 8 of `values`."""
     return str(values.tolist()) if values.size <= 8 else f"[{', '.join(map(str, values[:8]))}, ...]"
 
 
@@ -125,4 +133,6 @@ def _array(values: npt.ArrayLike, name: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name} is no array: {error}", hint="rows have one length, tensors are on the CPU") from None
+        raise DataError(
+            f"{name} is not an array: {error}", hint="give rows of equal length, and tensors on the CPU"
+        ) from None

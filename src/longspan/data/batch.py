@@ -1,13 +1,13 @@
-"""Batch: one flattened axis of S tokens with its labels, positions and document lengths, all of the GLOBAL row.
-Labels are shifted here, once, before any sharding; no target and no position crosses a document.
+"""Batch: one flattened axis of S tokens with labels, positions and document lengths, all of the GLOBAL row.
+Labels are shifted here, once, before sharding. No target and no position crosses a document boundary.
 
-    documents              from_documents      a b c | d e
-    rows with padding      from_padded         . a b c / . . d e   and a mask
-    rows with positions    from_positions      a b c d e           and 0 1 2 0 1
-    a row with bounds      from_cu_seqlens     a b c d e           and 0 3 5
-    a prompt, its answers  from_shared_prompt  a b c, d e, f
+    documents               from_documents      a b c | d e
+    padded rows             from_padded         . a b c / . . d e   and a mask
+    rows with position ids  from_positions      a b c d e           and 0 1 2 0 1
+    a row with cu_seqlens   from_cu_seqlens     a b c d e           and 0 3 5
+    a prompt and responses  from_shared_prompt  a b c, d e, f
 
-Shape suffixes: S global tokens of the row (of a user's array: its columns), B rows of a user's array, N documents.
+Shapes: S global tokens of the row (in an input array: its columns), B rows of an input array, N documents.
 """
 
 import hashlib
@@ -52,22 +52,21 @@ class Batch:
         labels        b c -   e -             '-' is -100: no target
         position_ids  0 1 2   0 1
 
-    `input_ids`, `labels`, `position_ids` are int64 (S,), read-only; `lengths` N document lengths (zeros harmless).
-    Labels are already shifted. A label is either -100 or the next token of its document, which is checked: labels
-    still to be shifted cannot pass for a batch.
+    `input_ids`, `labels` and `position_ids` are int64 (S,), read-only. `lengths` holds N document lengths; 0 is allowed.
+    Labels are already shifted. Each label is checked to be -100 or the next token of its document.
 
-    `parents`: for each document the number of an earlier one that it continues, whose tokens it sees whole and whose
-    positions it goes on from, or -1; () if there is none. A document that is continued continues none itself.
+    `parents`: for each document the index of an earlier document that it continues, or -1; () without any. A child sees
+    all tokens of its parent and continues its positions. A parent has no parent itself.
 
-    `numbers`: None, or int64 (S,), the number of each token among all that a run reads, by which dropout tells tokens apart.
-    The loader counts the rows of its stream, so they do not depend on dp or accumulation.
+    `numbers`: None, or int64 (S,), the global number of each token in the run, from which dropout masks are drawn. `Loader`
+    numbers tokens by row of its stream, so that they do not depend on dp or gradient accumulation.
 
-    The constructors `from_...` read arrays of numpy or tensors on the CPU, and copy them. What is a target is said by a
-    `loss_mask` (1: this token is to be predicted) or by `labels` as Hugging Face's collators give them: in the place of
-    the ids, not yet shifted, -100 where ignored. Without either every token that has one before it is a target.
+    The constructors `from_...` take NumPy arrays or CPU tensors, and copy them. Targets are selected by `loss_mask` (1:
+    this token is to be predicted) or by `labels` as Hugging Face's collators return them: aligned with the ids, not yet
+    shifted, -100 where ignored. Without either, every token but the first of its document is a target.
 
-    Raises DataError: no token, another shape or dtype, a negative id, lengths that do not sum to S, labels or
-    positions that do not follow from ids and lengths, labels that were shifted before, labels beside a loss mask.
+    Raises DataError: no token, a wrong shape or dtype, a negative id, lengths that do not sum to S, labels or
+    positions that do not follow from ids and lengths, labels already shifted, both labels and a loss mask.
     """
 
     input_ids: IntArray
@@ -83,7 +82,7 @@ class Batch:
         _check_positions(self.position_ids, positions(self.lengths, self.parents))
 
     def _check_shapes(self) -> None:
-        """Make the arrays read-only; raise DataError for arrays that are not of one row."""
+        """Make the arrays read-only. Raise DataError if their dtypes, sizes or parents are wrong."""
         for name in ("input_ids", "labels", "position_ids", *(("numbers",) if self.numbers is not None else ())):
             view = _int64_row(getattr(self, name), name).view()
             view.flags.writeable = False
@@ -94,13 +93,13 @@ class Batch:
         object.__setattr__(self, "parents", tuple(parents.tolist()) if (parents >= 0).any() else ())
         S = self.input_ids.size
         if S == 0:
-            raise DataError("a batch has no token", hint="give at least one document that is not empty")
+            raise DataError("a batch has no token", hint="give at least one non-empty document")
         if not S == self.labels.size == self.position_ids.size:
             raise DataError(
-                f"{S} input_ids, {self.labels.size} labels and {self.position_ids.size} position_ids are not of one row"
+                f"{S} input_ids, {self.labels.size} labels and {self.position_ids.size} position_ids differ in number"
             )
         if self.numbers is not None and self.numbers.size != S:
-            raise DataError(f"{self.numbers.size} numbers do not number {S} tokens")
+            raise DataError(f"{self.numbers.size} token numbers for {S} tokens")
         if self.input_ids.min() < 0:
             raise DataError(f"input id {self.input_ids.min()} at token {self.input_ids.argmin()} is negative")
 
@@ -113,9 +112,9 @@ class Batch:
         labels: Sequence[npt.ArrayLike | None] | None = None,
         numbers: IntArray | None = None,
     ) -> "Batch":
-        """Documents, each integer (n,), end to end; loss masks (n,) of 0 and 1, or labels (n,), or None for each.
+        """Concatenate documents, each integer (n,), with a loss mask (n,) of 0 and 1 or labels (n,), or None, for each.
 
-        `numbers` int64 (S,): the number of each token in the run.
+        `numbers` int64 (S,): the global number of each token in the run.
         """
         rows = [integers(document, f"document {i}") for i, document in enumerate(documents)]
         given = zip(rows, one_each(labels, rows, "labels"), one_each(loss_masks, rows, "loss masks"), strict=True)
@@ -133,11 +132,11 @@ class Batch:
         labels: npt.ArrayLike | None = None,
         loss_mask: npt.ArrayLike | None = None,
     ) -> "Batch":
-        """Rows (B, S) with padding before or behind their tokens, where `attention_mask` (B, S) is 0.
+        """Pack rows (B, S) padded on the left or right, where `attention_mask` (B, S) is 0.
 
-        The tokens of a row, where the mask is 1, are a document; a row of padding alone is one of length 0. Padding is
-        not in the batch: nobody computes it. What it holds in `labels` or `loss_mask` is not looked at. `to_padded`
-        puts the values of the batch's tokens in their places in the rows.
+        The tokens of a row, where the mask is 1, become one document; a row of padding alone has length 0. Padding is
+        removed and never computed; `labels` and `loss_mask` are ignored there. `to_padded` is the inverse: it puts one
+        value per token back into rows.
 
         Raises DataError: padding between the tokens of a row.
         """
@@ -156,9 +155,9 @@ class Batch:
         labels: npt.ArrayLike | None = None,
         loss_mask: npt.ArrayLike | None = None,
     ) -> "Batch":
-        """Packed rows, (S,) or (B, S), whose documents begin where `position_ids`, of the same shape, are 0.
+        """Flatten packed rows, (S,) or (B, S), whose documents begin where `position_ids`, of the same shape, are 0.
 
-        Raises DataError: a row that does not begin with position 0, or positions that skip (see `lengths_from_positions`).
+        Raises DataError: a row that does not begin at position 0, or a gap in positions (see `lengths_from_positions`).
         """
         ids = integers(input_ids, "input_ids", (1, 2))
         places = of_shape(integers(position_ids, "position_ids", (1, 2)), ids.shape, "position_ids")
@@ -173,21 +172,21 @@ class Batch:
         labels: npt.ArrayLike | None = None,
         loss_mask: npt.ArrayLike | None = None,
     ) -> "Batch":
-        """A packed row, (S,) or (1, S), and where its documents begin and end: `cu_seqlens` integer (N + 1,), from 0 to S.
+        """Take a packed row, (S,) or (1, S), with document boundaries `cu_seqlens`, integer (N + 1,), from 0 to S.
 
-        Raises DataError: bounds that do not begin at 0, end at S and ascend. Equal ones are documents of length 0.
+        Equal boundaries are a document of length 0. Raises DataError: boundaries that do not ascend from 0 to S.
         """
         ids = integers(input_ids, "input_ids", (1, 2))
         if ids.ndim == 2 and len(ids) != 1:
             raise DataError(
-                f"input_ids have {len(ids)} rows, but cu_seqlens bound the documents of one",
-                hint="flatten the rows and add the tokens before each to its cu_seqlens",
+                f"input_ids have {len(ids)} rows, but cu_seqlens describe the documents of one row",
+                hint="flatten the rows, and add to each row's cu_seqlens the number of tokens before that row",
             )
         bounds = integers(cu_seqlens, "cu_seqlens")
         if not bounds.size or bounds[0] != 0 or bounds[-1] != ids.size or (np.diff(bounds) < 0).any():
             raise DataError(
                 f"cu_seqlens {short(bounds)} do not ascend from 0 to the {ids.size} input_ids",
-                hint="give where each document begins, then where the last ends: cut off what belongs to none",
+                hint="give the start of each document, then the end of the last; drop tokens that belong to no document",
             )
         return cls._packed(ids, np.diff(bounds), targets(ids, labels, loss_mask))
 
@@ -198,24 +197,24 @@ class Batch:
         responses: Sequence[npt.ArrayLike],
         loss_masks: Sequence[npt.ArrayLike | None] | None = None,
     ) -> "Batch":
-        """One prompt, integer (n,), computed once, and many responses to it, each integer (m,); loss masks of these (m,).
+        """Share one prompt, integer (n,), among responses, integer (m,) each with an optional loss mask (m,).
 
             prompt a b c      documents     a b | c d e | c f       parents    -1 0 0
             responses         input_ids     a b   c d e   c f
               d e             labels        - -   d e -   f -
               f               position_ids  0 1   2 3 4   2 3
 
-        The first token of each response is predicted by the prompt's last, which has no single next token. So the prompt
-        leaves its last token to each response: losses and gradients are exactly those of the prompt and each response
-        as documents of their own. The tokens of the prompt are no targets. Several prompts: `Batch.concat`.
+        The last token of the prompt predicts the first token of every response, so it is copied to the start of each
+        response. Losses and gradients then equal those of separate documents, each prompt + response. Tokens of the prompt
+        are no targets. For several prompts use `Batch.concat`.
 
-        Raises DataError: an empty prompt, no response.
+        Raises DataError: an empty prompt, or no response.
         """
         ids = integers(prompt, "prompt")
         answers = [integers(response, f"response {i}") for i, response in enumerate(responses)]
         if not ids.size or not answers:
             raise DataError(
-                f"a prompt of {ids.size} tokens with {len(answers)} responses has nothing to share",
+                f"a prompt of {ids.size} tokens with {len(answers)} responses; both must be at least 1",
                 hint="without a prompt use Batch.from_documents",
             )
         rows, wanted = [ids[:-1]], [np.zeros(ids.size - 1, np.bool_)]
@@ -227,7 +226,7 @@ class Batch:
 
     @classmethod
     def concat(cls, batches: Sequence["Batch"]) -> "Batch":
-        """One batch whose token axis is that of `batches` end to end. Raises DataError: no batch."""
+        """Concatenate `batches` along the token axis. Raises DataError: no batch."""
         if not batches:
             raise DataError("nothing to concatenate", hint="give at least one batch")
         before = np.cumsum([0, *(len(batch.lengths) for batch in batches)]).tolist()
@@ -255,14 +254,14 @@ class Batch:
         parents: tuple[int, ...] = (),
         numbers: IntArray | None = None,
     ) -> "Batch":
-        """Documents end to end; `ids`, and whether each is to be predicted, row after row."""
+        """Make a batch of ids and target flags, flattened row by row, with labels and positions derived from them."""
         row, sizes = ids.flatten(), tuple(int(n) for n in lengths)
         labels, places = shift_labels(row, sizes, wanted.flatten()), positions(sizes, parents)
         return cls._derived(row, labels, places, sizes, parents, numbers)
 
     @classmethod
     def _derived(cls, *values: Any) -> "Batch":
-        """A batch whose labels and positions were derived from its ids and lengths, and so are not derived again to compare."""
+        """Make a batch without the checks of labels and positions, which were derived from ids and lengths."""
         made = object.__new__(cls)
         for field, value in zip(fields(cls), values, strict=True):
             object.__setattr__(made, field.name, value)
@@ -271,24 +270,24 @@ class Batch:
 
     @property
     def seq_len(self) -> int:
-        """S, the tokens of the global row."""
+        """S, the number of tokens of the global row."""
         return self.input_ids.size
 
     @property
     def num_targets(self) -> int:
-        """Labels that are not -100: what this batch adds to the denominator of the loss."""
+        """Number of labels that are not -100: this batch's part of the loss denominator."""
         return int(np.count_nonzero(self.labels != IGNORED))
 
     def digest(self) -> bytes:
-        """sha256 (32 bytes) of all contents but `numbers`; equal on every rank that read the same batch."""
+        """Return the sha256 (32 bytes) of all contents but `numbers`, equal on every rank that read the same batch."""
         digest = hashlib.sha256(f"longspan.Batch {self.seq_len} {len(self.lengths)}\n".encode())
         for values in (self.input_ids, self.labels, self.position_ids, self.lengths, self.parents):
             digest.update(np.asarray(values, dtype="<i8").tobytes())
         return digest.digest()
 
     def tensors(self) -> dict[str, "torch.Tensor"]:
-        """`input_ids`, `labels` and `position_ids` as int64 tensors (1, S), which share no memory with the batch."""
-        import torch  # here, so that a corpus can be prepared without it
+        """Return `input_ids`, `labels` and `position_ids` as int64 tensors (1, S), copied."""
+        import torch  # not at the top: a corpus is prepared without torch
 
         arrays = {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
         return {name: torch.from_numpy(array.copy()).unsqueeze(0) for name, array in arrays.items()}
@@ -297,10 +296,10 @@ class Batch:
 def shift_labels(
     ids: npt.ArrayLike, lengths: Sequence[int] | IntArray, loss_mask: npt.ArrayLike | None = None
 ) -> IntArray:
-    """Labels int64 (S,): `ids[i + 1]` within a document; -100 at its last token and before a token of `loss_mask` 0.
+    """Return labels int64 (S,): `ids[i + 1]`, or -100 at a document's last token and before a token of `loss_mask` 0.
 
-    `ids` integer (S,); `lengths` of the documents, sum S, zeros harmless; `loss_mask` (S,) of 0 and 1, indexed like
-    `ids`: it says which tokens are to be predicted. All of the global row: never of a shard.
+    `ids` integer (S,); `lengths` of the documents, with sum S, 0 allowed; `loss_mask` (S,) of 0 and 1, aligned with
+    `ids`: 1 for a token to be predicted. All are of the global row, never of a shard.
 
     Raises DataError: lengths that do not sum to S, a mask of another length or with other values.
     """
@@ -309,7 +308,7 @@ def shift_labels(
     if sizes.sum() != row.size:
         raise DataError(
             f"lengths {short(sizes)} sum to {sizes.sum()}, but there are {row.size} ids",
-            hint="give the lengths of the documents of this row, all of them",
+            hint="give the length of every document of this row",
         )
     labels = np.full(row.size, IGNORED, np.int64)
     labels[:-1] = row[1:]
@@ -321,9 +320,10 @@ def shift_labels(
 
 
 def positions(lengths: Sequence[int] | IntArray, parents: Sequence[int] = ()) -> IntArray:
-    """Positions int64 (S,) that restart at 0 in every document: `positions([3, 2])` is `[0, 1, 2, 0, 1]`.
+    """Return positions int64 (S,) that restart at 0 in every document: `positions([3, 2])` is `[0, 1, 2, 0, 1]`.
 
-    A document with a parent (see `Batch`) goes on from it: `positions([3, 2, 1], [-1, 0, 0])` is `[0, 1, 2, 3, 4, 3]`.
+    A document with a parent (see `Batch`) continues its positions: `positions([3, 2, 1], [-1, 0, 0])` is
+    `[0, 1, 2, 3, 4, 3]`.
     """
     sizes = sizes_of(lengths)
     before = _checked_parents(parents, sizes.size)
@@ -332,9 +332,9 @@ def positions(lengths: Sequence[int] | IntArray, parents: Sequence[int] = ()) ->
 
 
 def lengths_from_positions(position_ids: npt.ArrayLike) -> tuple[int, ...]:
-    """Document lengths of packed rows given by their position ids, integer (S,) or (B, S): every 0 begins a document.
+    """Return document lengths from the position ids of packed rows, integer (S,) or (B, S): every 0 begins a document.
 
-    Raises DataError: a position that is neither 0 nor one more than the last of its row, as in a shard of a row.
+    Raises DataError: a position that is neither 0 nor one more than the position before, as in a shard of a row.
     """
     rows = np.atleast_2d(integers(position_ids, "position_ids", (1, 2)))
     last = np.concatenate([np.full_like(rows[:, :1], -1), rows[:, :-1]], axis=1)
@@ -344,19 +344,19 @@ def lengths_from_positions(position_ids: npt.ArrayLike) -> tuple[int, ...]:
         before = "begins the row" if at[1] == 0 else f"follows {last[at]}"
         raise DataError(
             f"position {rows[at]} at {place(at if len(rows) > 1 else at[1:])} {before}; "
-            "a position is 0 or one more than the last",
-            hint="give the positions of the global row, before it is sharded",
+            "a position must be 0 or one more than the position before",
+            hint="give the positions of the global row, before sharding",
         )
     return tuple(np.diff(np.append(np.flatnonzero(rows == 0), rows.size)).tolist())
 
 
 def to_padded(values: Values, attention_mask: npt.ArrayLike, fill: float = 0.0) -> Values:
-    """The way back from `Batch.from_padded`: a value for each token, (S,) or (1, S), as rows (B, S) with `fill` at padding.
+    """Invert `Batch.from_padded`: scatter one value per token, (S,) or (1, S), to rows (B, S) with `fill` at padding.
 
-    `attention_mask` is the one the batch was made with. An array gives an array; a tensor gives a tensor on its device,
-    through which gradients flow.
+    `attention_mask` (B, S) is the mask the batch was made with. An array returns an array; a tensor returns a tensor on
+    the same device, differentiably.
 
-    Raises DataError: another number of values than the mask has tokens.
+    Raises DataError: the number of values is not the number of tokens in the mask.
     """
     real = flags(attention_mask, None, "attention_mask")
     if (given := math.prod(values.shape)) != real.sum():
@@ -365,7 +365,7 @@ def to_padded(values: Values, attention_mask: npt.ArrayLike, fill: float = 0.0) 
         rows = np.full(real.shape, fill, values.dtype)
         rows[real] = values.reshape(-1)
         return rows
-    import torch  # here, so that a corpus can be prepared without it
+    import torch  # not at the top: a corpus is prepared without torch
 
     empty = values.new_full(real.shape, fill)
     return empty.masked_scatter(torch.from_numpy(real).to(values.device), values.reshape(-1))
@@ -385,12 +385,15 @@ def _checked_parents(parents: Sequence[int], count: int) -> IntArray:
     if not given.size:
         return np.full(count, -1, np.int64)
     if given.size != count:
-        raise DataError(f"{given.size} parents for {count} documents", hint="give one, or -1, for each")
+        raise DataError(f"{given.size} parents for {count} documents", hint="give one for each document, or -1")
     continues = given >= 0
     wrong = (given < -1) | (given >= np.arange(count)) | (continues & continues[given.clip(0, count - 1)])
     if wrong.any():
         i = int(wrong.argmax())
-        raise DataError(f"parent {given[i]} of document {i} is not an earlier document that has none itself, nor -1")
+        raise DataError(
+            f"parent {given[i]} of document {i} is not an earlier document without a parent of its own",
+            hint="give the index of such a document, or -1",
+        )
     return given
 
 
@@ -400,8 +403,8 @@ def _check_labels(labels: IntArray, expected: IntArray) -> None:
         i = int(wrong.argmax())
         right = "the last of its document" if expected[i] == IGNORED else f"followed by {expected[i]}"
         raise DataError(
-            f"label {labels[i]} at token {i}, which is {right}: labels of a batch are shifted, once",
-            hint="use Batch.from_documents(documents, loss_masks), which shifts",
+            f"label {labels[i]} at token {i}, which is {right}: labels of a Batch are shifted exactly once",
+            hint="use Batch.from_documents(documents, loss_masks), which shifts labels",
         )
 
 

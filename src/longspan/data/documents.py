@@ -1,5 +1,5 @@
-"""Text files, folders, JSON lines, Parquet and the running Python's own sources, read as one stream of documents.
-The order is the same on every machine; whatever cannot be read is named by file and line, never dropped in silence.
+"""Read text files, folders, JSON lines, Parquet and Python's own sources as one stream of documents.
+The order is the same on every machine. An unreadable file, line or row is reported by name, never dropped silently.
 """
 
 import json
@@ -15,12 +15,12 @@ from longspan.errors import DataError
 
 STDLIB = "python:stdlib"
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-_PARQUET_ROWS = 256  # rows decoded at a time: enough to amortise a call, little enough to hold long documents
+_PARQUET_ROWS = 256  # rows decoded at a time: enough to amortise the call, few enough for long documents in memory
 
 
 @dataclass(frozen=True)
 class Document:
-    """One text. `source` names where it came from: `notes.txt`, `corpus.jsonl:17` (lines and rows count from 1)."""
+    """One text and its source, such as `notes.txt` or `corpus.jsonl:17` (lines and rows count from 1)."""
 
     text: str
     source: str
@@ -33,25 +33,25 @@ def read_documents(
     suffixes: Sequence[str] | None = None,
     on_error: Literal["raise", "skip"] = "raise",
 ) -> Iterator[Document]:
-    """Documents of `paths` in order; those that are empty or blank are left out.
+    """Yield the documents of `paths` in order, without empty and blank ones.
 
-    A path is a text file (one document), a `.jsonl` or `.json` file (one object a line), a `.parquet` file, a folder
-    of these (recursive, sorted, hidden entries left out, only names that end in one of `suffixes` if given), or
-    `python:stdlib`: the `.py` files of the running Python's standard library, without tests and installed packages.
+    A path is a text file (one document), a `.jsonl` or `.json` file (one object per line), a `.parquet` file, a folder of
+    these, or `python:stdlib`: the `.py` files of Python's standard library, without tests and installed packages.
+    Folders are read recursively in sorted order, without hidden entries, and only files with one of `suffixes` if given.
 
-    With `on_error="skip"`, what cannot be decoded is left out and one warning gives the count and the first name.
+    With `on_error="skip"`, unreadable items are skipped, and one warning gives their number and the first name.
 
     Raises DataError: a missing path, a folder without a matching file, bytes that are not UTF-8, a line that is not
     a JSON object with the string `text_field`, a Parquet file without that column, a corpus without any text.
     """
     if on_error not in ("raise", "skip"):
-        raise DataError(f"on_error={on_error!r} is not a choice", hint='use "raise" or "skip"')
+        raise DataError(f"on_error={on_error!r} is unknown", hint='use "raise" or "skip"')
     return _documents(corpus_files(paths, suffixes), text_field, on_error == "skip")
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read: `name` as the user would write it (used in sources and errors), `path` where it is."""
+    """A file to read: its path, and its name in sources and errors, as the user would write it."""
 
     name: str
     path: Path
@@ -60,7 +60,7 @@ class SourceFile:
 def corpus_files(
     paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]], suffixes: Sequence[str] | None = None
 ) -> list[SourceFile]:
-    """The files `read_documents` reads, in its order. Raises DataError as it does for paths and suffixes."""
+    """Return the files that `read_documents` reads, in order. Raises DataError: see `read_documents`."""
     if isinstance(suffixes, str) or any(not suffix.startswith(".") for suffix in suffixes or ()):
         raise DataError(f"suffixes={suffixes!r} is not a sequence of file endings", hint='write (".py", ".md")')
     listed = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
@@ -90,7 +90,7 @@ def _walk(root: Path, name: str, suffixes: Sequence[str] | None, excluded: set[s
         for entry in names:
             path = Path(folder, entry)
             wanted = not entry.startswith(".") and (suffixes is None or entry.endswith(tuple(suffixes)))
-            # A dangling link is kept, so that reading it fails by name; a pipe or socket would hang the reader.
+            # Keep a dangling link, so that reading it raises by name. Leave out pipes and sockets: reading one would hang.
             if wanted and (path.is_file() or not path.exists()):
                 found.append(path.relative_to(root).as_posix())
     return [SourceFile((PurePosixPath(name) / relative).as_posix(), root / relative) for relative in sorted(found)]
@@ -126,7 +126,7 @@ def _documents(files: list[SourceFile], text_field: str, skip: bool) -> Iterator
             warnings.warn(f"skipped {len(skipped)} item(s) that cannot be read, first {skipped[0]}", stacklevel=2)
 
 
-# Given what cannot be read: raises it or takes note of it.
+# Raises the error, or records the source as skipped.
 _Reject = Callable[[str, DataError], None]
 
 
@@ -167,11 +167,11 @@ def _json_text(line: str, source: str, text_field: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{source} is not JSON: {error}", hint="write one JSON object a line") from error
+        raise DataError(f"{source} is not JSON: {error}", hint="write one JSON object per line") from error
     if not isinstance(record, dict):
         raise DataError(
             f"{source} holds a {type(record).__name__}, not an object",
-            hint="write one JSON object a line; `jq -c '.[]'` makes lines of an array",
+            hint="write one JSON object per line; `jq -c '.[]'` turns an array into lines",
         )
     fields = f"its fields are {', '.join(map(repr, record)) or 'none'}"
     if text_field not in record:
@@ -181,14 +181,14 @@ def _json_text(line: str, source: str, text_field: str) -> str:
         kind = type(text).__name__
         raise DataError(f"{source}: field {text_field!r} is a {kind}, not a string; {fields}", hint="set text_field")
     try:
-        text.encode()  # an escaped lone surrogate is valid JSON, and no tokenizer can take it
+        text.encode()  # an escaped lone surrogate is valid JSON, but no tokenizer accepts it
     except UnicodeEncodeError as error:
         raise DataError(f"{source}: field {text_field!r} has a lone surrogate at character {error.start}") from error
     return text
 
 
 def _read_parquet(file: SourceFile, text_field: str, reject: _Reject) -> Iterator[Document]:
-    import pyarrow as pa  # slow to import, and most corpora need none of it
+    import pyarrow as pa  # slow to import, and most corpora do not need it
     import pyarrow.parquet as pq
 
     try:
@@ -201,12 +201,12 @@ def _read_parquet(file: SourceFile, text_field: str, reject: _Reject) -> Iterato
                 try:
                     text = value.as_py()
                 except UnicodeDecodeError as error:
-                    reject(source, DataError(f"{source} is not UTF-8: {error}", hint='mend it, or set on_error="skip"'))
+                    reject(source, DataError(f"{source} is not UTF-8: {error}", hint='fix it, or set on_error="skip"'))
                     continue
                 if text is None:
                     reject(
                         source,
-                        DataError(f"{source}: column {text_field!r} is null", hint='mend it, or set on_error="skip"'),
+                        DataError(f"{source}: column {text_field!r} is null", hint='fix it, or set on_error="skip"'),
                     )
                 else:
                     yield Document(text, source)

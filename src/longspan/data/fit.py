@@ -1,5 +1,5 @@
-"""Whole documents fitted into rows, from their lengths alone: what `packing.Rows` says of rows that are cut at their edges.
-Deterministic, and the same at every dp and cp degree.
+"""Fit whole documents into rows, from their lengths alone (`packing.Rows` cuts documents at row ends instead).
+The result is deterministic and does not depend on the dp and cp degrees.
 
     seq_len=10        stream   aaaa bbbbbb | bb ccccccc d | dd eeeeee
     documents 4 8 7 3 6  fit      aaaa eeeeee | bbbbbbbb     | ccccccc ddd
@@ -18,26 +18,26 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from longspan.data.packing import IntArray, Piece, PieceRows, check_seq_len
 from longspan.errors import DataError, SpecError
 
-_SLACK = 500  # a row is full if less than 1/500 is left: fuller ones use up the short documents that later rows need
-_WINDOW_STEPS = 8  # rows change places within this many steps, to stand beside rows of like area
-_UNITS = 1 << 13  # of a row, in which a best fit is sought: its work does not grow with longer rows
+_SLACK = 500  # a row is full if at most 1/500 is left; fuller rows would use up short documents that later rows need
+_WINDOW_STEPS = 8  # balancing moves rows within windows of this many steps
+_UNITS = 1 << 13  # units per row in the best-fit search, so that the search costs the same for longer rows
 
 
 class FitConfig(BaseModel):
-    """How whole documents are fitted into rows. Raises pydantic.ValidationError (a ValueError), as `DataConfig`."""
+    """Options of packing whole documents into rows. Raises pydantic.ValidationError (a ValueError), as `DataConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     buffer: Annotated[int, Field(ge=1)] = 64
-    """Documents to choose from, and the bound of a wait: from the first row of its bucket that holds a younger document, a
-    document is in one of the next `buffer - 1`."""
+    """Number of documents to choose from. Bounds reordering: a document is placed at most `buffer - 1` rows of its bucket
+    after the first row that holds a later document."""
     buckets: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    """Ascending lengths in tokens: a row holds documents of one bucket only. (1024, 8192) makes three: documents of up to
-    1,024 tokens, of up to 8,192, and longer ones."""
+    """Ascending document lengths in tokens; a row holds documents of one bucket only. (1024, 8192) makes three buckets: up
+    to 1,024 tokens, up to 8,192, and longer."""
     long_documents: Literal["cut", "refuse"] = "cut"
-    """A document longer than a row: cut into full rows and a rest, which is a document of its own; or an error."""
+    """Documents longer than a row. "cut": split into full rows and a rest, each a document of its own. "refuse": error."""
     balance: Literal["none", "area"] = "none"
-    """"area": the rows of an optimizer step have about the same number of visible (query, key) pairs."""
+    """"area": rows of one optimizer step have about the same number of visible (query, key) pairs."""
 
     @field_validator("buckets")
     @classmethod
@@ -47,19 +47,19 @@ class FitConfig(BaseModel):
         return buckets
 
     def check(self, seq_len: int) -> None:
-        """Raises SpecError: a bucket that no document can be in."""
+        """Raise SpecError if the last bucket is not below `seq_len`: no document would be above it."""
         if self.buckets and self.buckets[-1] >= seq_len:
             raise SpecError(
                 f"bucket {self.buckets[-1]} is not below seq_len {seq_len}: no document would be above it",
-                hint="leave it out: the last bucket holds all that is longer than the bucket before",
+                hint="leave it out: documents above the last bucket always form a bucket of their own",
             )
 
 
 @dataclass(frozen=True, eq=False)
 class FittedRows(PieceRows):
-    """Rows of whole documents, as `fit_rows` makes them.
+    """Rows of whole documents, made by `fit_rows`.
 
-    `pieces` int64 (P, 3): document, start, stop of each piece, row after row; row `i` is `pieces[edges[i]:edges[i + 1]]`.
+    `pieces` int64 (P, 3): document, start, stop of each piece, in row order. Row `i` is `pieces[edges[i]:edges[i + 1]]`.
     """
 
     pieces: IntArray
@@ -70,12 +70,12 @@ class FittedRows(PieceRows):
 
     @cached_property
     def tokens(self) -> IntArray:
-        """Tokens of each row."""
+        """Tokens of each row, int64 (rows,)."""
         return self._sums(self.pieces[:, 2] - self.pieces[:, 1])
 
     @cached_property
     def area(self) -> IntArray:
-        """Visible pairs of each row under a causal mask: n(n+1)/2 of each of its documents."""
+        """Visible pairs of each row under a causal mask, int64 (rows,): the sum of n(n+1)/2 over its documents."""
         sizes = self.pieces[:, 2] - self.pieces[:, 1]
         return self._sums(sizes * (sizes + 1) // 2)
 
@@ -95,24 +95,24 @@ def fit_rows(
     first_row: int = 0,
     name_of: Callable[[int], object] = str,
 ) -> FittedRows:
-    """Rows of at most `seq_len` tokens that hold documents of these `lengths`, int64 (N,), each whole and once.
+    """Pack documents of `lengths`, int64 (N,), whole and once each, into rows of at most `seq_len` tokens.
 
-    A buffer holds the documents that come next. A row takes the oldest first until a quarter of it is left, then the best
-    fit: those, the longest first, that fill the rest to 99.8% or as far as they can. If they cannot, the row gives back all
-    but its oldest, one by one, and tries again. So rows are full up to the last documents, from which there is little to
-    choose, and the mix of lengths stays natural. Every row takes the oldest, so a document waits for `buffer - 1` rows at
-    most, from the first that holds a younger one. Buckets are packed apart; their rows, in which this bound holds bucket by
-    bucket, follow each other by their oldest document.
+    A buffer holds the next documents. A row takes the oldest until a quarter of the row is left, then the best fit: longer
+    documents first, filling the rest to 99.8% or as far as possible. If the rest is not filled, the row gives back its
+    documents one by one, the youngest first, and tries again; the oldest stays. Rows are therefore full except the last few,
+    and the mix of lengths stays natural. Since every row takes the oldest document, a document is placed at most `buffer - 1`
+    rows after the first row that holds a younger one. Each bucket is packed separately, and the bound holds per bucket. The
+    rows of all buckets are then ordered by their oldest document.
 
-    With `balance="area"`, the full steps of `rows_per_step` rows (of all ranks and micro-batches together) are made of rows
-    of like area: 8 steps of rows are sorted by area and dealt to the steps, which follow each other by their oldest row.
-    `first_row`, the number of the first of these rows in the stream, says where in a step they begin. A row moves by less
-    than 8 steps.
+    With `balance="area"`, full steps of `rows_per_step` rows (of all ranks and micro-batches together) are made of rows
+    of similar area. The rows of 8 steps are sorted by area and cut into steps, which are ordered by their oldest row, so a
+    row moves by less than 8 steps. `first_row` is the index in the stream of the first row made here; the position within
+    a step follows from it.
 
-    Errors call document `i` `name_of(i)`.
+    Errors name document `i` as `name_of(i)`.
 
     Raises SpecError: `seq_len` or `rows_per_step` below 1, a bucket of `seq_len` or more. DataError: a document
-    longer than a row, if they are refused.
+    longer than a row, with `long_documents="refuse"`.
     """
     config = config or FitConfig()
     check_seq_len(seq_len)
@@ -142,12 +142,12 @@ def _check_none_longer(lengths: IntArray, seq_len: int, name_of: Callable[[int],
         raise DataError(
             f"document {name_of(first)} has {lengths[first]} tokens, more than seq_len {seq_len}; "
             f"{longer.size} of {lengths.size} documents are longer than a row, the longest has {lengths.max()}",
-            hint=f'set long_documents="cut", or seq_len to {lengths.max()}',
+            hint=f'set long_documents="cut", or seq_len to at least {lengths.max()}',
         )
 
 
 def _cut(lengths: IntArray, seq_len: int) -> IntArray:
-    """Pieces (P, 3) of at most `seq_len` tokens; a document of 0 tokens has none."""
+    """Return pieces (P, 3) of at most `seq_len` tokens. A document of 0 tokens has no piece."""
     counts = -(-lengths // seq_len)
     document = np.repeat(np.arange(lengths.size), counts)
     start = (np.arange(document.size) - np.repeat(np.cumsum(counts) - counts, counts)) * seq_len
@@ -160,7 +160,8 @@ def _rows_of(pieces: IntArray, rows: list[IntArray]) -> FittedRows:
 
 
 def _even_steps(area: IntArray, rows_per_step: int, head: int) -> list[int]:
-    """Row numbers in a new order. The first `head` rows end a step of the epoch before; they and a last step stay."""
+    """Return row numbers in balanced order. The first `head` rows, which end a step of the previous epoch, and an incomplete
+    last step stay in place."""
     order = list(range(head))
     stop = head + (area.size - head) // rows_per_step * rows_per_step
     for start in range(head, stop, _WINDOW_STEPS * rows_per_step):
@@ -171,7 +172,7 @@ def _even_steps(area: IntArray, rows_per_step: int, head: int) -> list[int]:
 
 
 def _fit_rows(sizes: list[int], seq_len: int, capacity: int) -> list[list[int]]:
-    """Pieces of one bucket, each row's ascending, which is oldest first."""
+    """Pack the pieces of one bucket. The pieces of a row ascend: oldest first."""
     buffer = _Buffer(sizes, capacity)
     rows = []
     while buffer.by_age:
@@ -180,7 +181,7 @@ def _fit_rows(sizes: list[int], seq_len: int, capacity: int) -> list[list[int]]:
 
 
 class _Buffer:
-    """The pieces that come next, at most `capacity`: by age, and by size."""
+    """The next pieces, at most `capacity`, indexed by age and by size."""
 
     def __init__(self, sizes: list[int], capacity: int) -> None:
         self.by_age: dict[int, int] = {}  # size of each piece
@@ -192,7 +193,7 @@ class _Buffer:
         self._refill()
 
     def take(self, pieces: list[int]) -> None:
-        """Remove these pieces and let the next ones in."""
+        """Remove `pieces` and refill."""
         for piece in pieces:
             size = self.by_age.pop(piece)
             del self.by_size[bisect_left(self.by_size, (size, piece))]
@@ -200,7 +201,7 @@ class _Buffer:
         self._refill()
 
     def fitting_tokens(self, room: int) -> int:
-        """Of the pieces that fit into `room`."""
+        """Total tokens of the pieces that each fit into `room`."""
         return self.tokens - sum(size for size, _ in self.by_size[bisect_left(self.by_size, (room + 1,)) :])
 
     def _refill(self) -> None:
@@ -214,7 +215,7 @@ class _Buffer:
 def _next_row(buffer: _Buffer, seq_len: int) -> list[int]:
     row: list[int] = []
     room = seq_len
-    # Short documents: a buffer that holds less than twice the room that is left gives too little to choose from.
+    # Short documents: a buffer with less than twice the room left offers too little choice, so the oldest goes in first.
     while not buffer.is_last and buffer.fitting_tokens(room) < 2 * room:
         oldest = next((piece for piece, size in buffer.by_age.items() if size <= room), None)
         if oldest is None:
@@ -228,7 +229,8 @@ def _next_row(buffer: _Buffer, seq_len: int) -> list[int]:
 
 
 def _choose(buffer: _Buffer, room: int, seq_len: int, at_least: int) -> list[int]:
-    """The oldest pieces until a quarter of the row is left, then the best fit; fewer of the oldest if that fills it better."""
+    """Choose the oldest pieces until a quarter of the row is left, then the best fit; fewer of the oldest if the row gets
+    fuller."""
     slack = seq_len // _SLACK
     oldest = _oldest(buffer, room, seq_len // 4)
     least_left, best = room + 1, []
@@ -254,9 +256,9 @@ def _oldest(buffer: _Buffer, room: int, quarter: int) -> list[int]:
 
 
 def _best_fit(buffer: _Buffer, taken: set[int], room: int, slack: int, unit: int) -> list[int]:
-    """The first choice of pieces, longest first, whose tokens leave at most `slack` of `room`, or as little as can be.
+    """Return the first set of pieces, longest first, that leaves at most `slack` of `room`, or as little as possible.
 
-    Subset sums as the bits of an integer: bit `t` of `sums[i]` is set if some of the first `i` pieces have `t` units.
+    Subset sums are bits of an integer: bit `t` of `sums[i]` is set if a subset of the first `i` pieces has `t` units.
     """
     fitting = buffer.by_size[: bisect_left(buffer.by_size, (room + 1,))]
     pieces = [(-(-size // unit), piece) for size, piece in reversed(fitting) if piece not in taken]

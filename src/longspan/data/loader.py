@@ -1,5 +1,5 @@
 """Loader: an endless stream of batches, resumable at another dp degree.
-It is keyed by the data-parallel rank alone, so that all ranks of a CP, TP or PP group read the same batch.
+Batches depend on the data-parallel rank alone, so that all ranks of a CP, TP or PP group read the same batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from longspan.errors import DataError, SpecError
 
 
 class _Epoch(NamedTuple):
-    """Documents in the order of one epoch, and their rows, the first of which is row `start` of the stream."""
+    """The documents of one epoch in order, and their rows; the first is row `start` of the stream."""
 
     number: int
     start: int
@@ -29,35 +29,35 @@ class _Epoch(NamedTuple):
         return self.start + len(self.rows)
 
     def pieces(self, row: int) -> list[Piece]:
-        """Of row `row` of the stream, documents by their number in the store."""
+        """Return the pieces of row `row` of the stream, with document numbers of the store."""
         return _in_store(self.order, self.rows[row - self.start])
 
 
 class Loader(Iterator[Batch]):
-    """Batches of one data-parallel rank, without end.
+    """Endless iterator over the batches of one data-parallel rank.
 
-    Each epoch shuffles the training documents by (seed, epoch) and packs them: without `fit`, end to end, cut into rows of
-    `seq_len` tokens (the epoch's last may be shorter), as `packing.Rows`; else whole, as `fit_rows`. The rows of all
-    epochs form one global stream, which does not know the dp degree; a batch of every rank together takes the next
-    `dp_size * micro_batch_size` rows, dealt in turn:
+    Each epoch shuffles the training documents by (seed, epoch) and packs them. Without `fit`, documents are concatenated and
+    cut into rows of `seq_len` tokens (see `packing.Rows`; the last row of an epoch may be shorter). With `fit`, rows hold
+    whole documents (see `fit_rows`). The rows of all epochs form one global stream, which does not depend on the dp degree.
+    One batch on every rank takes the next `dp_size * micro_batch_size` rows, dealt in turn:
 
         dp_size=2, micro_batch_size=2      stream   0 1 2 3 | 4 5 6 7 | ...
                                          rank 0   0   2     4   6
                                          rank 1     1   3     5   7
 
-    So dp 2, and dp 1 with 2 accumulated micro-batches, read the same rows for the same global batch. A batch that
-    reaches past an epoch continues in the next.
+    So dp 2, and dp 1 with 2 gradient accumulation steps, read the same rows for the same global batch. A batch that
+    reaches past the end of an epoch continues in the next.
 
-    `rows_per_step`: rows of an optimizer step, of all ranks and micro-batches, which `fit.balance="area"` evens. None: a
-    step of one batch a rank.
+    `rows_per_step`: rows of one optimizer step over all ranks and micro-batches, used by `fit.balance="area"`. Default: one
+    batch per rank.
 
-    With a `manifest`, its rows are those of every epoch, in its order: nothing is shuffled or packed anew. What packed them
-    is compared with what is given here.
+    With a `manifest`, every epoch has exactly its rows, in its order, without shuffling or packing. The settings that
+    made the manifest are compared with the arguments.
 
-    Raises SpecError: `seq_len`, `micro_batch_size` or `dp_size` below 1, a `dp_rank` not below `dp_size`, a
-    negative seed, a step that is not a number of batches, and what `fit_rows` raises. DataError: no token to train on, a
-    document longer than a row, if `fit` refuses them; a manifest of another corpus, tokenizer, split, seed, row length or
-    packing.
+    Raises SpecError: `seq_len`, `micro_batch_size` or `dp_size` below 1, `dp_rank` outside [0, dp_size), a negative seed,
+    `rows_per_step` that is not a multiple of `dp_size * micro_batch_size`, and what `fit_rows` raises. DataError: no token
+    to train on; a document longer than a row with `long_documents="refuse"`; a manifest of another corpus, tokenizer, split,
+    seed, row length or packing.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Loader(Iterator[Batch]):
         if rows_per_step < 1 or rows_per_step % (dp_size * micro_batch_size):
             raise SpecError(
                 f"rows_per_step {rows_per_step} is not a multiple of dp_size {dp_size} x micro_batch_size {micro_batch_size}",
-                hint="it is dp_size x micro_batch_size x accumulated batches",
+                hint="set it to dp_size x micro_batch_size x gradient_accumulation_steps",
             )
         self._store = store
         self._seq_len = seq_len
@@ -100,23 +100,23 @@ class Loader(Iterator[Batch]):
         self._row = 0  # rows of the global stream consumed by all ranks together
         self._epoch = self._make_epoch(0, 0)
         if not len(self._epoch.rows):
-            raise DataError("there is no token to train on", hint="give a document that is not empty")
+            raise DataError("there is no token to train on", hint="give a non-empty document")
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of the epoch the next batch begins in, of all ranks together.
+        """Rows, over all ranks, of the epoch in which the next batch begins.
 
-        Without `fit`, ceil(training tokens / seq_len) in every epoch; with it and shuffled, epochs may differ by a few.
+        Without `fit`: ceil(training tokens / seq_len) in every epoch. With `fit` and shuffling, epochs differ by a few rows.
         """
         return len(self._epoch_of(self._row).rows)
 
     @property
     def epoch(self) -> int:
-        """The epoch the next batch begins in, from 0."""
+        """Index of the epoch in which the next batch begins, from 0."""
         return self._epoch_of(self._row).number
 
     def steps_per_epoch(self, dp_size: int, gradient_accumulation_steps: int = 1) -> int:
-        """Optimizer steps that read every row of an epoch, if each of `dp_size` ranks accumulates that many batches."""
+        """Return the number of optimizer steps, rounded up, that read all rows of an epoch."""
         if dp_size < 1 or gradient_accumulation_steps < 1:
             raise SpecError(
                 f"dp_size {dp_size} and gradient_accumulation_steps {gradient_accumulation_steps} must be 1 or more"
@@ -135,25 +135,24 @@ class Loader(Iterator[Batch]):
         return Batch.from_documents(list(chain(*documents)), numbers=np.concatenate(numbers))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the next batch begins, the same on every rank: plain values that JSON can hold."""
+        """Return the position of the next batch and `stream` as JSON values, the same on every rank."""
         epoch = self._epoch_of(self._row)
         return {"row": self._row, "epoch": epoch.number, "epoch_start": epoch.start, **self.stream}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the batches of the saved loader, at any dp degree and rows per batch, without reading them.
+        """Continue after the batches of the saved loader, without reading them. dp degree and micro-batch size may differ.
 
-        With `fit.balance="area"`, gradient_accumulation_steps has to make up for another dp degree: the rows of a step are part
-        of the stream. Rows of a manifest stay as they are.
+        With `fit.balance="area"` and no manifest, `rows_per_step` must stay the same: adjust gradient_accumulation_steps to
+        the dp degree.
 
-        Raises DataError: a state of another corpus, tokenizer, split, seed, row length, packing or manifest, which names the
-        values.
+        Raises DataError: a state of another corpus, tokenizer, split, seed, row length, packing or manifest.
         """
         here = self.stream
         keys = {"row", "epoch", "epoch_start", *here}
         if set(state) != keys:
             raise DataError(f"loader state has the keys {sorted(state)}, not {sorted(keys)}")
         if differing := _differing(state, here, "state"):
-            hint = "set the values of the run that saved it, or start without its state"
+            hint = "set the values of the run that saved it, or start without the loader state"
             if state["rows_per_step"] and here["rows_per_step"] != state["rows_per_step"]:
                 rows = state["rows_per_step"]
                 hint = f"keep micro_batch_size x dp x gradient_accumulation_steps at {rows}; or {hint}"
@@ -162,13 +161,13 @@ class Loader(Iterator[Batch]):
         epoch = self._make_epoch(number, start)
         if not start <= row < epoch.stop:
             raise DataError(
-                f"loader state has row {row}, which is not in epoch {number}, of rows {start} to {epoch.stop - 1}"
+                f"loader state has row {row}, which is not in epoch {number} of rows {start} to {epoch.stop - 1}"
             )
         self._row, self._epoch = row, epoch
 
     @property
     def stream(self) -> dict[str, Any]:
-        """All that decides the global stream of rows: plain values that JSON can hold."""
+        """All settings that determine the global stream of rows, as JSON values."""
         evened = self._fit is not None and self._fit.balance == "area" and self._manifest is None
         return {
             "corpus": self._store.corpus,
@@ -186,8 +185,8 @@ class Loader(Iterator[Batch]):
         }
 
     def packs(self, epochs: int) -> Iterator[tuple[int, list[Piece]]]:
-        """Every row of the first `epochs` epochs, whatever has been read: its epoch, and which tokens of which documents of
-        the store it holds."""
+        """Yield (epoch, pieces) for every row of the first `epochs` epochs, whatever has been read. Piece documents are
+        numbered as in the store."""
         start = 0
         for number in range(epochs):
             epoch = self._make_epoch(number, start)
@@ -198,7 +197,7 @@ class Loader(Iterator[Batch]):
         return _documents(self._store, self._epoch_of(row).pieces(row))
 
     def _epoch_of(self, row: int) -> _Epoch:
-        """Rows are asked for in ascending order, so an epoch that was left is not needed again."""
+        """Return the epoch that holds `row`. Rows are requested in ascending order: past epochs are not kept."""
         while row >= self._epoch.stop:
             self._epoch = self._make_epoch(self._epoch.number + 1, self._epoch.stop)
         return self._epoch
@@ -208,8 +207,8 @@ class Loader(Iterator[Batch]):
             return _Epoch(number, start, np.arange(self._store.num_documents), self._manifest.rows)
         order = self._store.train
         if self._shuffle:
-            # Sorting raw bits instead of Generator.permutation: NumPy keeps a bit generator's stream across versions,
-            # not a Generator's, and a run must resume under a newer NumPy.
+            # Sort raw bits instead of calling Generator.permutation: NumPy guarantees the stream of a bit generator across
+            # versions, but not of a Generator, and a run must resume under a newer NumPy.
             bits = np.random.PCG64([self._seed, number]).random_raw(order.size)
             order = order[np.argsort(bits, kind="stable")]
         rows = _rows(self._store, order, self._seq_len, self._fit, self._rows_per_step, start)
@@ -224,13 +223,13 @@ def eval_batches(
     max_rows: int | None = None,
     fit: FitConfig | None = None,
 ) -> Iterator[Batch | None]:
-    """The held-out rows, in order, the first `max_rows` of them, one a batch, each on exactly one data-parallel rank.
+    """Yield the first `max_rows` held-out rows in order, one per batch, each on exactly one data-parallel rank.
 
-    Every rank gets the same number of items, so that collectives line up. A rank for which no row is left gets None
-    and takes part with 0 targets: a repeated or dropped row would change the token-weighted mean. Rows are packed as
-    those of a `Loader` with the same `fit`, but for `balance`, which would let them depend on the number of ranks.
+    Every rank gets the same number of items, so that collectives match. A rank without a row left gets None and takes part
+    with 0 targets; a repeated or dropped row would change the token-weighted mean. Rows are packed as by `Loader` with the
+    same `fit`, but without `balance`, which depends on the number of ranks.
 
-    Raises SpecError: as `Loader`, or `max_rows` below 1. DataError: nothing is held out.
+    Raises SpecError: see `Loader`, or `max_rows` below 1. DataError: nothing is held out.
     """
     _check_rank(dp_rank, dp_size)
     if max_rows is not None and max_rows < 1:
@@ -280,18 +279,18 @@ def _check_rank(dp_rank: int, dp_size: int) -> None:
 
 
 def _check_manifest(manifest: Manifest, here: dict[str, Any], store: TokenStore) -> None:
-    """Refuse rows that were packed otherwise, or of documents that the store does not train on."""
+    """Raise DataError if the manifest was packed with other settings or holds documents outside the training split."""
     decides = {name: value for name, value in here.items() if name not in ("rows_per_step", "manifest")}
     if differing := _differing(manifest.stream, decides, "manifest"):
         raise DataError(
             f"{manifest.path} holds rows of another stream: {differing}",
-            hint="set data as it was when they were packed, or pack again: longspan pack",
+            hint="set the [data] values used to pack it, or pack again: longspan pack",
         )
     manifest.check(store.lengths, store.train, here["seq_len"])
 
 
 def _differing(there: dict[str, Any], here: dict[str, Any], where: str) -> str:
-    """What has another value in the state or manifest than here; empty if nothing has."""
+    """List the values that differ between the state or manifest and this loader; empty if none differs."""
     return "; ".join(
         f"{name} is {_short(there.get(name))} in the {where}, {_short(here[name])} here"
         for name in here

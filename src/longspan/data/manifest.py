@@ -1,10 +1,10 @@
-"""A manifest: the rows of a run in a Parquet file, a row of the file for each, with counts of every rank.
+"""Manifest: the rows of a run in a Parquet file, one file row for each, with counts per rank.
 
     row  epoch  documents                               lengths  tokens  padding  pairs  rank_tokens  rank_pairs  ...
     0    0      {7, "a.txt", 0, 5}, {2, "b.txt", 0, 3}  5 3      8       2        21     4 4          10 11
     1    0      {4, "c.txt", 0, 9}                      9        9       1        45     5 4          25 20
 
-`longspan pack` writes it, `longspan show --manifest` draws it. A `Loader` reads the documents, and nothing of the counts.
+`longspan pack` writes it, `longspan show --manifest` draws it. `Loader` reads the documents only, not the counts.
 """
 
 import hashlib
@@ -29,34 +29,35 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _FORMAT = 1
-_GROUP = 256  # rows of the file in a row group, which are written and read at a time
+_GROUP = 256  # file rows per Parquet row group
 _KEY = b"longspan"
 _COLUMNS = {
-    "row": ("int64", "number of the row in the stream that was packed, from 0"),
-    "epoch": ("int64", "epoch that it is of, from 0"),
+    "row": ("int64", "index of the row in the packed stream, from 0"),
+    "epoch": ("int64", "epoch of the row, from 0"),
     "documents": (
         "documents",
-        "in their order: number in the corpus, source, first token and token after the last, of the document's own",
+        "documents in order: number in the corpus, source, and the range [start, stop) of the document's tokens",
     ),
-    "lengths": ("int64s", "tokens of each of the documents"),
+    "lengths": ("int64s", "tokens of each document"),
     "tokens": ("int64", "tokens of the row"),
-    "padding": ("int64", "tokens that the row has room for and does not hold: seq_len - tokens"),
+    "padding": ("int64", "free room in the row, in tokens: seq_len - tokens"),
     "pairs": ("int64", "visible (query, key) pairs of all layers, forward"),
-    "rank_tokens": ("int64s", "tokens that each rank of the CP group holds"),
-    "rank_pairs": ("float64s", "pairs that each rank computes, of all layers, forward, times its share of the heads"),
+    "rank_tokens": ("int64s", "tokens held by each rank of the CP group"),
+    "rank_pairs": ("float64s", "pairs computed by each rank, all layers, forward, times its share of the heads"),
     "rank_blocks": (
         "float64s",
-        "blocks of 128 x 128 pairs that each rank computes something of, counted like its pairs",
+        "blocks of 128 x 128 pairs that each rank computes at least partly, summed like rank_pairs",
     ),
-    "rank_bytes": ("int64s", "bytes that each rank sends, of all layers and heads, forward and backward"),
+    "rank_bytes": ("int64s", "bytes sent by each rank, all layers and heads, forward and backward"),
 }
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What the counts of a manifest are of. `masks` is the number of layers that use each mask, "full" or "window-w".
+    """The setup that the counts of a manifest refer to. `masks` gives the number of layers with each mask, "full" or
+    "window-w".
 
-    Without a model they are of one layer of full causal attention with one KV head: `heads` None.
+    Without a model (`heads` None) the counts are of one layer of full causal attention with one KV head.
     """
 
     cp: int
@@ -74,7 +75,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Counts:
-    """What one row asks of every rank: the columns of the same names."""
+    """Work and traffic of one row per rank, in columns of the same names."""
 
     pairs: int
     rank_tokens: Sequence[int]
@@ -85,7 +86,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Pack:
-    """A row to be written: documents by their number in the store."""
+    """A row to write, with document numbers of the store."""
 
     epoch: int
     pieces: Sequence[Piece]
@@ -94,8 +95,7 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """What there is to train on: `rows`, whose pieces have the store's document numbers, and the stream they were packed as
-    (`Loader.stream`)."""
+    """Rows to train on, with document numbers of the store, and the settings they were packed with (`Loader.stream`)."""
 
     path: Path
     stream: dict[str, Any]
@@ -103,25 +103,27 @@ class Manifest:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 of which tokens each row holds."""
+        """sha256 of the token ranges of all rows."""
         digest = hashlib.sha256(f"longspan.Manifest {len(self.rows)}\n".encode())
         for values in (self.rows.edges, self.rows.pieces):
             digest.update(values.astype("<i8").tobytes())
         return digest.hexdigest()
 
     def check(self, lengths: IntArray, train: IntArray, seq_len: int) -> None:
-        """Raises DataError: a row of more tokens, of a document that does not train or of tokens that it has not."""
+        """Raise DataError if a row is longer than `seq_len`, holds a document outside `train`, or tokens past its length."""
         (longer,) = np.nonzero(self.rows.tokens > seq_len)
         if longer.size:
             raise self._wrong(longer[0], f"has {self.rows.tokens[longer[0]]} tokens, more than seq_len {seq_len}")
         document, start, stop = self.rows.pieces.T
         (strange,) = np.nonzero(~np.isin(document, train))
         if strange.size:
-            raise self._wrong(self._row_of(strange[0]), f"holds document {document[strange[0]]}, which does not train")
+            raise self._wrong(
+                self._row_of(strange[0]), f"holds document {document[strange[0]]}, which is not in the training split"
+            )
         (wrong,) = np.nonzero((start < 0) | (start >= stop) | (stop > lengths[document]))
         if wrong.size:
             number, first, after = self.rows.pieces[wrong[0]].tolist()
-            tokens = f"holds tokens {first} to {after} of document {number}, which has {lengths[number]}"
+            tokens = f"holds tokens {first} to {after} of document {number}, which has {lengths[number]} tokens"
             raise self._wrong(self._row_of(wrong[0]), tokens)
 
     def _row_of(self, piece: int) -> int:
@@ -134,11 +136,11 @@ class Manifest:
 def write_manifest(
     path: Path, packs: Iterable[Pack], store: TokenStore, stream: dict[str, Any], epochs: int, counted: Counted
 ) -> None:
-    """Write `packs`, rows of `epochs` epochs of documents of `store`, as they come; whole or not at all.
+    """Write `packs`, the rows of `epochs` epochs, to a Parquet file at `path`. A failure leaves no partial file.
 
-    `stream` is that of the loader which packs. Raises DataError: a file that cannot be written.
+    `stream` is `Loader.stream` of the loader that packed them. Raises DataError: the file cannot be written.
     """
-    import pyarrow.parquet as pq  # slow to import, and planning needs none of it
+    import pyarrow.parquet as pq  # slow to import, and planning does not need it
 
     about = {"format": _FORMAT, "stream": stream, "epochs": epochs, "counted": asdict(counted)}
     schema = _schema(about)
@@ -150,14 +152,14 @@ def write_manifest(
         scratch.replace(path)
     except OSError as error:
         raise DataError(
-            f"{path} cannot be written: {error.strerror or error}", hint="name a file in a folder that exists"
+            f"{path} cannot be written: {error.strerror or error}", hint="name a file in an existing folder"
         ) from error
     finally:
         scratch.unlink(missing_ok=True)
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The rows of a manifest, to train on. Raises DataError: a file that is none, or has no row."""
+    """Read the rows of a manifest to train on. Raises DataError: not a manifest, or no row."""
     table, about = read_table(path, ["documents"])
     edges, documents = flat(table, "documents")
     pieces = np.stack([documents[name].astype(np.int64) for name in Piece._fields], axis=1)
@@ -165,9 +167,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_table(path: Path, columns: Sequence[str]) -> tuple["pa.Table", dict[str, Any]]:
-    """Columns of a manifest, and what it says of itself: `stream`, `epochs`, `counted`.
+    """Return columns of a manifest and its metadata: `stream`, `epochs`, `counted`.
 
-    Raises DataError: a file that is no manifest, or has no row, or a column without values.
+    Raises DataError: not a manifest, no row, or a column with null values.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -176,13 +178,13 @@ def read_table(path: Path, columns: Sequence[str]) -> tuple["pa.Table", dict[str
         with path.open("rb") as source, pq.ParquetFile(source) as file:
             about = with_current_names(json.loads((file.schema_arrow.metadata or {}).get(_KEY, b"{}")))
             if about.get("format") != _FORMAT or not set(columns) <= set(file.schema_arrow.names):
-                raise DataError(f"{path} is not a manifest of this version", hint="longspan pack writes one")
+                raise DataError(f"{path} is not a manifest of this version", hint="write one with: longspan pack")
             table = file.read(list(columns))
     except (OSError, ValueError, pa.ArrowException) as error:
         if isinstance(error, DataError):
             raise
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise DataError(f"manifest {path} cannot be read: {reason}", hint="longspan pack writes one") from error
+        raise DataError(f"manifest {path} cannot be read: {reason}", hint="write one with: longspan pack") from error
     if not table.num_rows:
         raise DataError(f"manifest {path} has no row", hint="pack again: longspan pack")
     if empty := [name for name in columns if table.column(name).null_count]:
@@ -191,7 +193,7 @@ def read_table(path: Path, columns: Sequence[str]) -> tuple["pa.Table", dict[str
 
 
 def flat(table: "pa.Table", name: str) -> tuple[IntArray, Any]:
-    """A column of lists end to end: where each row begins and ends, int64 (R + 1,); the values, by field for documents."""
+    """Flatten a list column: row offsets, int64 (R + 1,), and the values (for "documents", a dict of fields)."""
     import pyarrow.compute as pc
 
     column = table.column(name)
@@ -227,7 +229,7 @@ def _groups(packs: Iterable[Pack], sources: Sequence[str], seq_len: int) -> Iter
 def _values(row: int, pack: Pack, sources: Sequence[str], seq_len: int) -> dict[str, Any]:
     lengths = [piece.stop - piece.start for piece in pack.pieces]
     documents = [
-        # A file's name may be bytes that are no text.
+        # A file name may hold bytes that are not UTF-8.
         {**piece._asdict(), "source": sources[piece.document].encode(errors="backslashreplace").decode()}
         for piece in pack.pieces
     ]

@@ -1,8 +1,8 @@
-"""Writes the rows that a loader would deal, as a manifest with the work and traffic of every rank: `longspan pack`.
+"""Write the rows of a loader as a manifest, with the work and traffic of every rank: `longspan pack`.
 
     documents -> rows of the loader -> layout and plans of each row alone -> counts -> manifest
 
-Starts without torch. A row is counted as a micro-batch of its own, whatever `micro_batch_size`.
+Runs without torch. Each row is counted as a micro-batch of its own, whatever `micro_batch_size`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,12 +29,12 @@ def pack(
     epochs: int = 1,
     packed: Callable[[int, int], None] | None = None,
 ) -> PackReport:
-    """Write the rows of the first `epochs` epochs of `loader` to `output`, over an older file.
+    """Write the rows of the first `epochs` epochs of `loader` to `output`, replacing an older file.
 
-    Each row is counted by the layout and plans that `planner` makes of it. `packed` is called with the rows done and about how
-    many there are.
+    Each row is counted by the layout and plans that `planner` makes for it. `packed(done, total)` is called after each row;
+    `total` is approximate.
 
-    Raises SpecError, DataError: what `Planner.plans`, `Loader` and `write_manifest` raise.
+    Raises SpecError, DataError: see `Planner.plans`, `Loader` and `write_manifest`.
     """
     count = RowCounter(planner)
     write_manifest(output, _packs(loader, epochs, count, packed), store, loader.stream, epochs, count.counted)
@@ -42,7 +42,7 @@ def pack(
 
 
 def report_of(path: Path) -> PackReport:
-    """A manifest in numbers, to be told and drawn. Raises DataError: a file that is no manifest."""
+    """Summarise a manifest for printing and drawing. Raises DataError: not a manifest."""
     names = ["tokens", "padding", "pairs", "rank_tokens", "rank_pairs", "rank_blocks", "rank_bytes"]
     table, about = read_table(path, [*names, "epoch", "documents"])
     edges, documents = flat(table, "documents")
@@ -68,13 +68,13 @@ def report_of(path: Path) -> PackReport:
 
 @dataclass(frozen=True)
 class RowCounter:
-    """Counts the work and traffic of a row, by the layout and plans that a run with this planner makes of it."""
+    """Count the work and traffic of a row, by the layout and plans that `planner` makes for it."""
 
     planner: Planner
 
     @property
     def counted(self) -> Counted:
-        """What the counts are of."""
+        """The setup that the counts refer to."""
         p = self.planner
         return Counted(
             cp=p.ranks, layout=p.layout, route=p.route, inner=p.inner, ranks_per_node=p.ranks_per_node,
@@ -83,7 +83,7 @@ class RowCounter:
         )  # fmt: skip
 
     def __call__(self, lengths: Sequence[int]) -> Counts:
-        """A row of documents of these lengths, forward and backward of all layers."""
+        """Count a row of documents of `lengths`, over all layers, forward and backward."""
         layers, costs = self._layers, self.planner.costs
         masks = {name: Mask.documents(lengths, window=window_of(name)) for name in layers}
         layout, plans = self.planner.plans(masks)

@@ -1,5 +1,5 @@
-"""Rows of exactly `seq_len` tokens out of documents, in order, with nothing lost and nothing padded.
-`pack` does it to a stream; `Rows` says from the lengths alone which tokens a row holds, so that any row is one look-up.
+"""Cut a stream of documents into rows of exactly `seq_len` tokens, in order, without loss or padding.
+`pack` works on the tokens; `Rows` computes from document lengths alone which tokens any row holds.
 """
 
 from abc import ABC, abstractmethod
@@ -19,17 +19,17 @@ IntArray = npt.NDArray[np.int64]
 
 
 def tokenize(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[IntArray]:
-    """Ids of each document, int64 (n,), the tokenizer's `eos_id` appended."""
+    """Yield the ids of each document, int64 (n,), with the tokenizer's `eos_id` appended."""
     return (np.append(tokenizer.encode(document.text), tokenizer.eos_id) for document in documents)
 
 
 def pack(token_docs: Iterable[IntArray], seq_len: int) -> Iterator[list[IntArray]]:
-    """Rows, each a list of documents of `seq_len` tokens together; the last row may be shorter and is kept.
+    """Yield rows, each a list of documents with `seq_len` tokens in total; the last row may be shorter.
 
         seq_len=4    aaa bbbbbb c   ->   aaa b | bbbb | b c
 
-    A document that does not fit continues in the next row as a document of its own: it does not see its beginning,
-    its positions restart, and its first token there is no target. Empty documents vanish.
+    A document cut at a row end continues in the next row as a separate document: it does not attend to its beginning,
+    its positions restart, and its first token is no target. Empty documents are dropped.
 
     Raises SpecError: `seq_len` below 1.
     """
@@ -46,7 +46,7 @@ class Piece(NamedTuple):
 
 
 class PieceRows(Sequence[list[Piece]], ABC):
-    """Rows as lists of pieces, one or a slice at a time. IndexError: a row that is not there."""
+    """A sequence of rows, each a list of pieces."""
 
     @overload
     def __getitem__(self, row: int) -> list[Piece]: ...
@@ -59,14 +59,14 @@ class PieceRows(Sequence[list[Piece]], ABC):
 
     @abstractmethod
     def _pieces(self, row: int) -> list[Piece]:
-        """Of a row that is there, counted from the first."""
+        """Return the pieces of row `row`, with 0 <= row < len(self)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows(PieceRows):
-    """The rows `pack` makes of documents of these `lengths`, int64 (N,), without their tokens.
+    """The rows that `pack` makes from documents of `lengths`, int64 (N,), as pieces.
 
-    `len(rows)` is ceil(total tokens / seq_len); `rows[i]` is the pieces of row `i`, O(log N + pieces).
+    `len(rows)` is ceil(total tokens / seq_len). `rows[i]` takes O(log N + pieces).
 
     Raises SpecError: `seq_len` below 1.
     """
@@ -119,4 +119,4 @@ def _pack(token_docs: Iterable[IntArray], seq_len: int) -> Iterator[list[IntArra
 
 def check_seq_len(seq_len: int) -> None:
     if seq_len < 1:
-        raise SpecError(f"seq_len {seq_len} is below 1", hint="set the tokens of one row, such as 4096")
+        raise SpecError(f"seq_len {seq_len} is below 1", hint="set seq_len to the tokens of one row, such as 4096")

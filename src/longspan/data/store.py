@@ -1,6 +1,6 @@
-"""TokenStore: a corpus tokenised once into memory-mapped arrays, split by document into training and held-out.
-The cache is keyed by what went in (files, tokenizer, options) and appears whole or not at all. Of the processes that want the
-same one, one tokenises and the others wait.
+"""TokenStore: a corpus tokenised once into memory-mapped arrays, with documents split into training and held-out.
+The cache is keyed by its inputs (files, tokenizer, options) and published atomically. When several processes open the same
+corpus, one tokenises and the others wait.
 """
 
 import fcntl
@@ -26,7 +26,7 @@ from longspan.data.packing import tokenize
 from longspan.data.tokenizer import Tokenizer, load_tokenizer
 from longspan.errors import DataError
 
-_FORMAT = 2  # of the cache folder; part of its key
+_FORMAT = 2  # version of the cache folder; part of its key
 _CHUNK = 1 << 22  # tokens counted at a time
 Tokens = npt.NDArray[np.unsignedinteger[Any]]
 IntArray = npt.NDArray[np.int64]
@@ -34,11 +34,11 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class TokenStore:
-    """Tokens of N documents end to end, and which documents train.
+    """Concatenated tokens of N documents, and their split into training and held-out documents.
 
-    `tokens` uint16 or uint32 (num_tokens,), read-only; document `i` is `tokens[offsets[i]:offsets[i + 1]]`, its last
-    token the tokenizer's eos. `train` and `heldout` are document numbers, ascending and disjoint, together all N.
-    `corpus` is a sha256 of tokens, offsets and source names, `tokenizer` the tokenizer's fingerprint.
+    `tokens` uint16 or uint32 (num_tokens,), read-only. Document `i` is `tokens[offsets[i]:offsets[i + 1]]`; its last
+    token is the tokenizer's eos. `train` and `heldout` are document numbers, ascending and disjoint, together all N.
+    `corpus` is a sha256 of tokens, offsets and source names; `tokenizer` is the tokenizer's fingerprint.
     """
 
     tokens: Tokens
@@ -54,10 +54,7 @@ class TokenStore:
 
     @cached_property
     def sources(self) -> list[str]:
-        """Where each document came from, as `Document.source`; "" for all where the store keeps no names.
-
-        Raises DataError: a cache folder that is damaged.
-        """
+        """`Document.source` of each document; all "" if the store keeps no names. Raises DataError: a damaged cache."""
         if self.sources_file is None:
             return [""] * self.num_documents
         try:
@@ -82,18 +79,18 @@ class TokenStore:
         return np.diff(self.offsets)
 
     def document(self, number: int, start: int = 0, stop: int | None = None) -> Tokens:
-        """Tokens `start` to `stop` of one document, a view."""
+        """Return a view of tokens `start` to `stop` of one document."""
         return self.tokens[self.offsets[number] : self.offsets[number + 1]][start:stop]
 
 
 def open_store(config: DataConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
-    """The tokenised corpus of `config`, from its cache if nothing changed, else tokenised.
+    """Open the tokenised corpus of `config` from its cache, or tokenise it.
 
-    `progress`, if given, is called with the number of documents done after each that is tokenised. While another process
-    tokenises the same corpus this one waits, however long, and raises what that one raises.
+    `progress`, if given, is called after each tokenised document with the number of documents done. If another process is
+    tokenising the same corpus, wait for it without a timeout and raise its error if it fails.
 
-    Raises DataError: what `read_documents` and `load_tokenizer` raise; a corpus of one document to be split; a cache
-    folder that cannot be written or is damaged.
+    Raises DataError: see `read_documents` and `load_tokenizer`; a corpus of one document with `heldout_fraction` above 0; a
+    cache folder that cannot be written or is damaged.
     """
     tokenizer = load_tokenizer(config.tokenizer)
     folder = config.cache_dir / _cache_key(config, tokenizer)
@@ -106,19 +103,19 @@ def open_store(config: DataConfig, progress: Callable[[int], None] | None = None
 
 
 def unigram_entropy(store: TokenStore) -> float:
-    """Entropy of the store's token frequencies, in nats per token: the best loss of a model that ignores context."""
+    """Return the entropy of the token frequencies, in nats per token: the best loss of a model that ignores context."""
     counts = np.zeros(store.vocab_size, np.int64)
     for start in range(0, store.num_tokens, _CHUNK):
         counts += np.bincount(store.tokens[start : start + _CHUNK], minlength=store.vocab_size)
     frequencies = counts[counts > 0] / store.num_tokens
-    return float(-(frequencies * np.log(frequencies)).sum()) + 0.0  # no -0.0 for a single token
+    return float(-(frequencies * np.log(frequencies)).sum()) + 0.0  # turns -0.0, for a single token, into 0.0
 
 
 def split_documents(source_keys: npt.NDArray[np.uint64], fraction: float, seed: int) -> tuple[IntArray, IntArray]:
-    """Document numbers (train, held-out), ascending: held out are the documents whose key is nearest to the seed's.
+    """Return document numbers (train, held-out), ascending. Held out are those nearest to the seed's key by XOR distance.
 
-    Nearest as in XOR distance, so the choice depends on source names and seed alone, and `round(fraction * N)` are
-    chosen, at least 1 and at most N - 1; none if `fraction` is 0. Raises DataError: one document, a fraction above 0.
+    The choice depends on source names and seed alone. `round(fraction * N)` documents are held out, at least 1 and at most
+    N - 1; none if `fraction` is 0. Raises DataError: a single document with `fraction` above 0.
     """
     num_documents = source_keys.size
     count = min(max(round(fraction * num_documents), 1), num_documents - 1) if fraction > 0 else 0
@@ -132,12 +129,12 @@ def split_documents(source_keys: npt.NDArray[np.uint64], fraction: float, seed: 
 
 
 def source_key(source: str) -> np.uint64:
-    """A 64-bit hash of a source name, the same on every machine."""
+    """Return a 64-bit hash of a source name, the same on every machine."""
     return np.uint64(int.from_bytes(hashlib.blake2b(source.encode(errors="surrogateescape"), digest_size=8).digest()))
 
 
 def _cache_key(config: DataConfig, tokenizer: Tokenizer) -> str:
-    """Of everything that decides tokens, offsets and sources; split, seed and row length do not."""
+    """Return a hash of all inputs that determine tokens, offsets and sources: not of split, seed and row length."""
     files = []
     for file in corpus_files(config.paths, config.suffixes):
         try:
@@ -171,10 +168,10 @@ def _write(
 
 @contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
-    """Hold a lock inside the block. The system frees the lock of a process that dies, and the next one takes its place.
+    """Hold a file lock inside the block. If the holder dies, the system frees the lock for the next process.
 
-    The file goes with its first holder: whoever waits keeps the file open, and reads there what made the holder fail. Raises
-    that DataError.
+    The first holder unlinks the file. Waiting processes keep it open: if the holder failed, they read its error there and
+    raise the same DataError.
     """
     with lock.open("a+") as file:
         try:
@@ -185,7 +182,7 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
             if failure := file.read():
                 raise DataError(*json.loads(failure)) from None
         except OSError:
-            pass  # a file system without locks: processes race, and the first folder stays
+            pass  # a file system without locks: processes race, and the first published folder stays
         file.truncate(0)
         try:
             yield
@@ -229,7 +226,7 @@ def _publish(scratch: Path, folder: Path) -> None:
     try:
         os.replace(scratch, folder)
     except OSError:
-        if not folder.is_dir():  # another rank was first if it is: the same key, so the same contents
+        if not folder.is_dir():  # an existing folder comes from another process: same key, same contents
             raise
 
 
@@ -241,7 +238,7 @@ def _read(folder: Path, heldout_fraction: float, seed: int) -> TokenStore:
         keys = np.load(folder / "source_keys.npy")
         if tokens.size != offsets[-1] or keys.size != offsets.size - 1:
             raise ValueError(
-                f"{tokens.size} tokens, {keys.size} documents; offsets say {offsets[-1]}, {offsets.size - 1}"
+                f"{tokens.size} tokens, {keys.size} documents; offsets imply {offsets[-1]}, {offsets.size - 1}"
             )
     except (OSError, ValueError, KeyError) as error:
         raise _damaged(folder, error) from error
@@ -261,4 +258,4 @@ def _read(folder: Path, heldout_fraction: float, seed: int) -> TokenStore:
 
 
 def _damaged(folder: Path, error: Exception) -> DataError:
-    return DataError(f"token cache {folder} is damaged: {error}", hint="delete this folder")
+    return DataError(f"token cache {folder} is damaged: {error}", hint="delete this folder; the next run rebuilds it")

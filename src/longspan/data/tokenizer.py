@@ -1,5 +1,5 @@
-"""Text to token ids and back: plain bytes, which need no files, or any Hugging Face `tokenizer.json`.
-A tokenizer's fingerprint names what its ids mean, so that a cache or a run is never continued with other ids.
+"""Convert text to token ids and back: by plain bytes, without files, or by a Hugging Face `tokenizer.json`.
+Fingerprints identify the mapping, so that no cache or run is continued with other ids.
 """
 
 import hashlib
@@ -15,34 +15,34 @@ from longspan.errors import DataError
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline needs of a tokenizer."""
+    """Interface of a tokenizer in the data pipeline."""
 
     @property
     def vocab_size(self) -> int:
-        """Every id is below it."""
+        """Upper bound of ids, exclusive."""
 
     @property
     def eos_id(self) -> int:
-        """The id appended to every document."""
+        """Id appended to every document."""
 
     @property
     def fingerprint(self) -> str:
-        """Equal only if the same text gives the same ids."""
+        """Hash of the mapping; equal only if the same text gives the same ids."""
 
     def encode(self, text: str) -> npt.NDArray[np.int64]:
-        """Ids of `text`, int64 (n,), with nothing added before or after."""
+        """Return the ids of `text`, int64 (n,), without special tokens."""
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of `ids` (n,)."""
+        """Return the text of `ids` (n,)."""
 
 
 def load_tokenizer(name: str | os.PathLike[str]) -> Tokenizer:
-    """`"bytes"`, or the path of a `tokenizer.json` or of a folder that holds one. Raises DataError."""
+    """Load `"bytes"`, or the tokenizer.json at a path or in a folder. Raises DataError: see `HuggingFaceTokenizer`."""
     return ByteTokenizer() if name == "bytes" else HuggingFaceTokenizer(name)
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids. The NUL byte, which text does not use, ends a document."""
+    """Tokenizer of UTF-8 bytes. The NUL byte, which does not occur in text, ends a document."""
 
     vocab_size = 256
     eos_id = 0
@@ -52,7 +52,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: npt.ArrayLike) -> str:
-        """Text of `ids` (n,); a character cut at the end of a row becomes U+FFFD. Raises DataError: an id above 255."""
+        """Return the text of `ids` (n,). A truncated character becomes U+FFFD. Raises DataError: an id above 255."""
         array = np.asarray(ids, dtype=np.int64)
         if array.size and (array.min() < 0 or array.max() > 255):
             raise DataError(f"ids from {array.min()} to {array.max()} are not bytes (0 to 255)")
@@ -60,13 +60,12 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`, run by the `tokenizers` library without its own special tokens.
+    """Tokenizer from a `tokenizer.json`, run by the `tokenizers` library without special tokens.
 
-    The end-of-document token is `eos` (an id or a token), else what `tokenizer_config.json`,
-    `special_tokens_map.json` or `config.json` beside it say, in this order.
+    The end-of-document token is `eos` (an id or a token). Default: the eos token in `tokenizer_config.json`,
+    `special_tokens_map.json` or `config.json` beside it, in this order.
 
-    Raises DataError: no such file, one that `tokenizers` cannot read, no end-of-document token, or one that is
-    not in the vocabulary.
+    Raises DataError: a missing or unreadable file, no end-of-document token, or one outside the vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, eos: int | str | None = None) -> None:
@@ -77,14 +76,14 @@ class HuggingFaceTokenizer:
                 f"tokenizer {os.fspath(path)!r} is not a tokenizer.json or a folder with one: {file} is missing",
                 hint='name such a file or folder, or "bytes"',
             )
-        import tokenizers  # slow to import, and bytes need none of it
+        import tokenizers  # slow to import, and not needed for bytes
 
         data = file.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:  # the library raises bare Exception
             raise DataError(f"{file} cannot be read as a tokenizer: {error}") from error
-        self._tokenizer.no_truncation()  # a saved limit would cut documents in silence
+        self._tokenizer.no_truncation()  # a saved limit would cut documents silently
         self._tokenizer.no_padding()
         self.vocab_size = max(self._tokenizer.get_vocab().values()) + 1
         self.eos_id = self._eos_id(_declared_eos(file.parent) if eos is None else eos, file)
@@ -99,8 +98,8 @@ class HuggingFaceTokenizer:
     def _eos_id(self, eos: int | str | None, file: Path) -> int:
         if eos is None:
             raise DataError(
-                f"{file.parent} names no end-of-document token: eos_token is in neither tokenizer_config.json nor "
-                "special_tokens_map.json, eos_token_id not in config.json",
+                f"{file.parent} defines no end-of-document token: eos_token is in neither tokenizer_config.json nor "
+                "special_tokens_map.json, and eos_token_id is not in config.json",
                 hint="add one of these files, or pass eos",
             )
         eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos

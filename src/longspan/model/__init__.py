@@ -1,6 +1,6 @@
-"""A decoder with explicit positions, its loss, and Hugging Face Llama folders in and out.
+"""A decoder with explicit positions, its loss, and conversion from and to Hugging Face Llama folders.
 
-The public names are listed in `__init__.pyi`. Each loads on first use, so that a run's configuration is read without torch.
+`__init__.pyi` lists the public names. Each is imported on first use, so that a configuration can be read without torch.
 """
 
 import lazy_loader

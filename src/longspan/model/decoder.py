@@ -1,8 +1,8 @@
-"""A Llama-like decoder: all but attention is local to a token, so a shard of the sequence runs through it unchanged.
-Attention is a callable given to `forward`: the executor of a Plan under context parallelism, plain SDPA without.
+"""A Llama-like decoder. Everything but attention is local to a token, so a shard of the sequence needs no changes.
+Attention is a callable passed to `forward`: the executor of a Plan under context parallelism, else plain SDPA.
 
-Shapes: B batch, T this rank's slots, E hidden size, H query heads, K KV heads, D head dim. Under tensor parallelism hidden states
-between layers are (B, T / tp, E) where the sequence is sharded too, and heads are those of this rank.
+Shapes: B batch, T this rank's slots, E hidden size, H query heads, K KV heads, D head dim. Under tensor parallelism H and K are
+heads of this rank; with sequence parallelism hidden states between layers are (B, T / tp, E).
 """
 
 import math
@@ -33,23 +33,23 @@ from longspan.model.rope import apply_rotary, rotary_tables
 
 @dataclass(frozen=True)
 class WholeLayer:
-    """Attention that takes a layer's input and its projections, and never sees q, k, v of all heads.
+    """Attention that also runs the projections, and so never holds q, k, v of all heads at once.
 
-    `run(x, layer, rotate, mask)`: x (B, T, E), the layer with its weights, what gives some heads (B, heads, T, D) their
-    positions, the name of the layer's mask; gives (B, T, E), the output projection included.
+    `run(x, layer, rotate, mask)` takes x (B, T, E), the layer with its weights, `rotate` to apply rotary embedding to heads
+    (B, heads, T, D), and the name of the layer's mask. Returns (B, T, E), after the output projection.
     """
 
     run: Callable[[Tensor, "SelfAttention", Callable[[Tensor], Tensor], str], Tensor]
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor] | WholeLayer
-"""`attend(q, k, v, mask)`: q (B, H, T, D), k and v (B, K, T, D), the name of the layer's mask; gives (B, H, T, D)."""
+"""`attend(q, k, v, mask)`: q (B, H, T, D), k and v (B, K, T, D), the name of the layer's mask; returns (B, H, T, D)."""
 
 Recompute = Literal["none", "block", "full"]
 SAVED_OPS = ("longspan::attention_forward",)
 _RESIDUAL = ("o_proj", "down_proj")
 
-# A unit of FSDP2 inside a block, its experts, marks other moments for the profiler in recomputation than it did before.
+# Experts are an FSDP2 unit inside a block. Its profiler markers in recomputation differ from those in forward.
 SAC_IGNORED_OPS |= {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -62,17 +62,17 @@ class Decoder(nn.Module):
     Parameter names are those of Hugging Face's LlamaForCausalLM without the prefix `model.`. RMSNorm and rotary
     embedding compute in fp32 (fp64 for fp64); q, k and v reach `attend` in the model's own dtype.
 
-    recompute: "none" keeps activations; "block" keeps each block's input and the results of `saved_ops`, and computes
-    the rest again in backward; "full" keeps the input alone. saved_ops: qualified names of operators never run twice; the
-    default is the attention executor's forward, so that recomputation repeats no hop.
+    recompute: "none" keeps activations; "block" keeps each block's input and the results of `saved_ops`, and recomputes
+    the rest in backward; "full" keeps only the input. saved_ops: qualified names of operators that are not recomputed;
+    default: forward of the attention executor, so that recomputation repeats no communication.
 
-    dropout: the probability of residual dropout, behind attention and MLP, in training mode; which elements it meets
-    follows from `seed` and the token's number in the run (see `TokenDropout`). seed: of the first weights too.
+    dropout: probability of residual dropout after attention and MLP, in training mode. The mask follows from `seed` and the
+    token's global number (see `TokenDropout`). seed: also of the initial weights.
 
-    part: the layers of a pipeline stage, such as range(0, 4). Names stay those of the whole; the stage with the first layer
-    has the embedding, the one with the last has norm and head (and the embedding, if tied).
+    part: the layers of a pipeline stage, such as range(0, 4). Parameter names stay those of the whole model. The first stage
+    has the embedding; the last has norm and head (and a copy of the embedding, if tied).
 
-    `Decoder` can be made on the meta device; after `to_empty`, `init_weights` draws what the constructor would have.
+    To build on the meta device, call `to_empty` and then `init_weights`: the weights equal those of the constructor.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps) if is_last else None
         self.lm_head = _Linear(config.hidden_size, config.vocab_size) if is_last and not config.tie_embeddings else None
         self.loss_sum: Callable[[Tensor, Tensor, Tensor], Tensor] = token_loss_sum
-        """Of hidden states, labels and the head's weight; what shards the vocabulary puts its own here."""
+        """Loss from hidden states, labels and the head's weight. Tensor parallelism replaces it with a vocab-parallel one."""
         self.init_weights()
 
     def forward(
@@ -114,20 +114,20 @@ class Decoder(nn.Module):
         tokens: Tensor | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
-        """Final hidden states (B, T, E) or, given labels, the sum of the token losses (see `token_loss_sum`).
+        """Return final hidden states (B, T, E) or, given labels, the sum of the token losses (see `token_loss_sum`).
 
-        input_ids, position_ids and labels are (B, T) int64. position_ids are positions inside each token's document;
-        a dead slot has -1, and its id is not looked at. The loss is computed here, and not by the caller, so that a
-        wrapper that gathers weights for the length of `forward` (FSDP2) covers the head.
+        input_ids, position_ids and labels are (B, T) int64. position_ids are positions within each token's document, -1 for
+        padding slots, whose ids are ignored. The loss is computed inside `forward`, so that a wrapper that gathers weights
+        during `forward` (FSDP2) also gathers the head.
 
-        tokens: the number of each token in the run, int64 like the hidden states without E; dropout needs them. routing:
-        what layers of experts need. A later pipeline stage takes hidden states in the place of `input_ids`, and all but the
-        last give their own.
+        tokens: global number of each token, int64, shaped like the hidden states without E; required for dropout. routing:
+        required for layers of experts. Later pipeline stages take hidden states in place of `input_ids`; all but the last
+        stage return hidden states.
         """
         if self.dropout and self.training and tokens is None:
             raise SpecError(
-                f"dropout {self.dropout} without the tokens' numbers",
-                hint="give tokens=, or call eval() for no dropout",
+                f"dropout {self.dropout} needs the global token numbers, but tokens is None",
+                hint="pass tokens=, or call eval() to turn dropout off",
             )
         x = input_ids
         if 0 in self.part:
@@ -135,7 +135,7 @@ class Decoder(nn.Module):
                 raise SpecError(
                     f"position_ids are {tuple(position_ids.shape)} {position_ids.dtype}, "
                     f"input_ids {tuple(input_ids.shape)}",
-                    hint="both are (batch, slots); positions are torch.int64 and sharded like the ids",
+                    hint="both must be (batch, slots), positions torch.int64 and sharded like the ids",
                 )
             assert self.embed_tokens is not None, "the stage of the first layer has the embedding"
             x = self.embed_tokens(input_ids.masked_fill(position_ids < 0, 0))
@@ -149,28 +149,28 @@ class Decoder(nn.Module):
 
     @property
     def blocks(self) -> list["Block"]:
-        """The layers that are here."""
+        """The layers of this stage."""
         return [self.layers[layer] for layer in self.part]  # type: ignore[misc]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(B, T, E) -> (B, T, vocab_size), in the dtype of `hidden`. Training passes labels to `forward` instead."""
+        """Return logits (B, T, vocab_size) of hidden states (B, T, E), in their dtype. To train, pass labels to `forward`."""
         logits: Tensor = F.linear(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden)
         return logits
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's weight (vocab_size, E): the embedding's own if tied."""
+        """The head's weight (vocab_size, E); the embedding's weight if tied."""
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         assert head is not None, "the stage of the last layer has the head"
         return head.weight
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights: normal(0, init_std), norms 1. An element follows from the seed, its parameter's name and its place
-        in it, so every shard draws its own part of what the whole model would hold.
+        """Initialise all weights: normal(0, init_std), norms 1. An element depends on the seed, the parameter's name and its
+        index in the whole parameter alone, so shards match the unsharded model.
 
-        What is added to the residual stream (`o_proj`, `down_proj`) is drawn with `init_std / sqrt(2 * num_layers)`,
-        as in GPT-2 (Radford et al., 2019, section 2.3).
+        Projections onto the residual stream (`o_proj`, `down_proj`) use `init_std / sqrt(2 * num_layers)`, as GPT-2 (Radford
+        et al., 2019, section 2.3).
         """
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
         for name, parameter in self.named_parameters():
@@ -186,7 +186,7 @@ class Decoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward layer, each on a normalised residual: the unit to shard and recompute."""
+    """A pre-norm layer of attention and a gated feed-forward: the unit of FSDP and of activation recomputation."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class Block(nn.Module):
         tokens: Tensor | None = None,
         routing: Routing | None = None,
     ) -> Tensor:
-        """x (B, T, E) -> (B, T, E); cos, sin (B, 1, T, D) in fp32 or fp64; tokens and routing as `Decoder.forward`."""
+        """Map x (B, T, E) to (B, T, E). cos, sin (B, 1, T, D) in fp32 or fp64; tokens, routing as in `Decoder.forward`."""
         if cos.dtype not in (torch.float32, torch.float64):
             raise SpecError(
                 f"rotary tables reached a block as {cos.dtype}: a wrapper casts the inputs of the modules it wraps",
@@ -230,12 +230,12 @@ class Block(nn.Module):
             )
         if self.recompute == "none" or not torch.is_grad_enabled():
             return self._compute(x, cos, sin, attend, mask, tokens, routing)
-        # Inside the module's own hooks: a wrapper's gathers are no part of what is recorded and recomputed.
+        # Checkpoint inside the module's hooks, so that a wrapper's all-gathers are neither recorded nor recomputed.
         out: Tensor = checkpoint(
             self._compute,
             *(x, cos, sin, attend, mask, tokens, routing),
             use_reentrant=False,
-            preserve_rng_state=False,  # dropout counts, it does not draw
+            preserve_rng_state=False,  # dropout is counter-based: it has no RNG state
             context_fn=partial(create_selective_checkpoint_contexts, partial(_policy, self.saved_ops)),
         )
         return out
@@ -263,7 +263,7 @@ class Block(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Projections, optional QK-norm over the head dim (as in Qwen3), rotary embedding; KV heads are never expanded."""
+    """Projections, optional QK-norm over the head dim (as in Qwen3), rotary embedding. KV heads are not repeated."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class FeedForward(nn.Module):
 
 
 class _Linear(nn.Linear):
-    """A linear map without bias and without torch's own draw: `Decoder.init_weights` draws every weight once."""
+    """A linear map without bias and without torch's initialisation: `Decoder.init_weights` sets every weight."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -314,13 +314,13 @@ class _Linear(nn.Linear):
 
 
 class _Embedding(nn.Embedding):
-    """An embedding without torch's own draw."""
+    """An embedding without torch's initialisation."""
 
     def reset_parameters(self) -> None:
         pass
 
 
 def _policy(saved_ops: tuple[str, ...], ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Operators are matched by name, "namespace::name" whatever the overload, so that none has to be imported here."""
+    """Match operators by "namespace::name", any overload: they need no import here."""
     is_saved = op.name().partition(".")[0] in saved_ops
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

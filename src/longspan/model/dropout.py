@@ -1,5 +1,5 @@
-"""Dropout keyed by a token's number in the whole run: different by token, the same in recomputation and on any rank.
-No mask is kept between forward and backward: it is drawn again from the counter.
+"""Counter-based dropout keyed by a token's global number: the same in recomputation and on any rank.
+No mask is stored between forward and backward: it is generated again.
 """
 
 from typing import Any
@@ -15,8 +15,8 @@ from longspan.model.philox import check_keep, keep
 class TokenDropout(nn.Module):
     """Set elements to 0 with probability `p` and multiply the others by `1 / (1 - p)`, in training mode.
 
-    What is dropped depends on `seed`, `site`, the token's number and the feature's index alone (see `philox.keep`).
-    Give each place in the model a `site` of its own. Raises SpecError for p outside [0, 1).
+    The mask depends on `seed`, `site`, the token's global number and the feature's index alone (see `philox.keep`).
+    Every dropout module of a model needs a `site` of its own. Raises SpecError: p outside [0, 1).
     """
 
     def __init__(self, p: float, seed: int, site: int) -> None:
@@ -25,11 +25,11 @@ class TokenDropout(nn.Module):
         self.p, self.seed, self.site = p, seed, site
 
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
-        """x (B, T, E) -> (B, T, E). tokens, int64 (B, T): each slot's token counted in the whole run, -1 if dead."""
+        """Drop elements of x (B, T, E). tokens int64 (B, T): global number of each slot's token, -1 for padding slots."""
         if tokens.dtype != torch.int64 or tokens.shape != x.shape[:-1]:
             raise SpecError(
-                f"tokens {tuple(tokens.shape)} {tokens.dtype} do not fit x {tuple(x.shape)}",
-                hint="give each token's number in the whole run, torch.int64, sharded like the ids",
+                f"tokens {tuple(tokens.shape)} {tokens.dtype} do not match x {tuple(x.shape)}",
+                hint="give the global token numbers as torch.int64, sharded like the ids",
             )
         if not self.training or self.p == 0:
             return x
@@ -41,7 +41,7 @@ class TokenDropout(nn.Module):
 
 
 class _Drop(torch.autograd.Function):
-    """Linear in x and its own transpose: backward drops from the gradient what forward dropped from x."""
+    """Apply the same mask in forward and backward: dropout is linear in x and its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, p: float, seed: int, site: int) -> Tensor:
@@ -59,7 +59,7 @@ def _drop(x: Tensor, tokens: Tensor, p: float, seed: int, site: int) -> Tensor:
         kept = keep(tokens.clamp_min(0), x.shape[-1], p, seed=seed, site=site)
         return torch.where(kept, x * (1 / (1 - p)), 0)
 
-    # A compiler fuses all of it, and needs no chunks.
+    # Compiled code is fused and needs no chunks.
     if torch.compiler.is_compiling() or x.numel() <= (size := chunk_elements(x.device.type)):
         return drop(x, tokens)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)

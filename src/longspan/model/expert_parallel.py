@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of the axis keeps its share of the experts of every layer, whole."""
+"""Expert parallelism: each rank of the EP axis holds whole experts, an equal share of every layer's."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -9,7 +9,7 @@ from longspan.model.experts import MixtureOfExperts
 
 
 def apply_expert_parallel(model: Decoder, mesh: DeviceMesh) -> None:
-    """Cut the experts of `model` over the one axis of `mesh`, in place; tokens then travel to their experts and back."""
+    """Shard the experts of `model` over the 1-D `mesh`, in place. Forward then sends tokens to their experts and back."""
 
     def cut(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
         for key, parameter in list(module.named_parameters(recurse=False)):

@@ -1,8 +1,8 @@
-"""A mixture of experts in the place of a layer's feed-forward: router, experts over the ranks of a group, balance loss.
-Results and gradients do not depend on which rank holds which tokens, nor on which holds which experts.
+"""Mixture of experts in place of a layer's feed-forward: router, experts over the ranks of a group, balance loss.
+Results and gradients do not depend on which rank holds which tokens or experts.
 
-Shapes: B batch, T this rank's slots, E hidden size, N this rank's live tokens, X experts, k experts of a token, F width of an
-expert, U units, R rows (a row is a token on its way through one of its experts).
+Shapes: B batch, T this rank's slots, E hidden size, N this rank's tokens (no padding slots), X experts, k experts per token,
+F intermediate size of an expert, U units, R rows (one row per token and chosen expert).
 """
 
 from dataclasses import dataclass, field
@@ -23,59 +23,58 @@ from longspan.model.model_config import ModelConfig
 
 @dataclass(frozen=True, eq=False)
 class Routing:
-    """What a micro-batch tells its layers of experts; made once per micro-batch.
+    """Inputs and outputs of the expert layers for one micro-batch.
 
-    A unit is what the balance loss is taken over: the global micro-batch, or each of its documents.
+    The balance loss is computed per unit: the global micro-batch, or each of its documents.
     """
 
     live: Tensor
-    """bool (B, T): False for dead slots, which are never routed or counted."""
+    """bool (B, T): False for padding slots, which are never routed or counted."""
     unit: Tensor
-    """int64 (B, T): the number of each token's unit, from 0; not looked at in dead slots."""
+    """int64 (B, T): unit index of each token, from 0; ignored in padding slots."""
     unit_tokens: Tensor
     """int64 (U,): tokens of each unit in the global micro-batch."""
     group: dist.ProcessGroup | None
-    """The ranks that hold the other tokens of this micro-batch; None: there are none."""
+    """Group of the ranks that share this micro-batch; None if this rank holds all of it."""
     scale: Tensor | float
-    """What the gradient of the auxiliary sum is multiplied by, beside `balance`. Read in backward: a tensor may be filled
-    until then."""
+    """Factor of the balance loss's gradient, beside `balance`. Read in backward, so a tensor may be filled until then."""
     sums: dict[int, Tensor] = field(default_factory=dict)
-    """Layer index -> its auxiliary sum over this rank's tokens, detached, in fp32 (fp64 for fp64). Assigned and not
-    added, so that a recomputed layer counts once; not filled where `balance` is 0."""
+    """Balance loss sum over this rank's tokens by layer index, detached, in fp32 (fp64 for fp64). Overwritten, not
+    accumulated, so that a recomputed layer counts once. Empty if `balance` is 0."""
     slots: Tensor | None = None
-    """int64 (N,): where `live` is True in its B T slots; None: each layer looks, and waits for the device."""
+    """int64 (N,): indices of `live` slots in the flattened B * T. Default: each layer computes them, with a device sync."""
 
 
 class MixtureOfExperts(nn.Module):
-    """`out_t = sum_i w_ti expert_i(x_t) + shared(x_t)` over the `top_k` experts i that the router finds most probable.
+    """`out_t = sum_i w_ti expert_i(x_t) + shared(x_t)` over the `top_k` most probable experts i of the router.
 
-    The router computes in fp32 (fp64 for fp64): `p_t = softmax(gate x_t)`; of equal probabilities the expert with the
-    lower number wins. `w_ti` is `p_ti`, or with `normalise` their share of the chosen probabilities' sum. A token's
-    experts are summed in the order of their probabilities, whichever rank they are on.
+    The router computes `p_t = softmax(gate x_t)` in fp32 (fp64 for fp64); ties go to the expert with the lower index.
+    `w_ti` is `p_ti`, with `normalise` divided by the sum over the chosen experts. A token's experts are summed in the order
+    of their probabilities, whichever rank holds them.
 
-    The auxiliary balance loss of a unit u of n_u tokens is that of Switch Transformer (Fedus et al., 2021,
-    arXiv:2101.03961, eq. 4 to 6; over documents it is the sequence-wise one of DeepSeek-V3, arXiv:2412.19437, eq. 17 to
-    20), for top_k rows a token: `aux_u = X sum_e f_ue P_ue`, with `f_ue = rows of u for e / (top_k n_u)` and `P_ue` the
-    mean of p_te over u. Its sum over units, weighted by their tokens, is a sum over tokens,
+    The balance loss of a unit u of n_u tokens is that of Switch Transformer (Fedus et al., 2021, arXiv:2101.03961, eq. 4
+    to 6) for top_k experts per token; over documents it is the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17
+    to 20): `aux_u = X sum_e f_ue P_ue`, with `f_ue = rows of u for e / (top_k n_u)` and `P_ue` the mean of p_te over u.
+    The sum over units, weighted by tokens, is a sum over tokens,
 
         S = sum_u n_u aux_u = sum_t X sum_e f_u(t)e p_te
 
-    once the counts f, which have no gradient, are summed over `routing.group`: so each rank adds its own tokens' part,
-    and gradients summed over ranks do not depend on how tokens are spread. S gets the gradient `balance * routing.scale`
-    in backward, whatever the gradient of the output is; `routing.sums[layer]` keeps this rank's part.
+    The counts in f have no gradient and are summed over `routing.group`. Each rank adds the part of its own tokens, so
+    gradients summed over ranks do not depend on the sharding. In backward S has the gradient `balance * routing.scale`,
+    independent of the gradient of the output. `routing.sums[layer]` holds this rank's part of S.
 
-    shared: the shared expert, a module (B, T, E) -> (B, T, E), exactly if `shared_intermediate_size` is not 0. Weights are not
-    drawn here: `Decoder.init_weights` draws them.
+    shared: the shared expert, a module (B, T, E) -> (B, T, E); required if and only if `shared_intermediate_size` is above 0.
+    `Decoder.init_weights` initialises the weights, not the constructor.
     """
 
     def __init__(self, config: ModelConfig, layer: int, shared: nn.Module | None = None) -> None:
         super().__init__()
         if config.experts is None:
-            raise SpecError(f"layer {layer} is to have experts, but the model's config has none", hint="set experts")
+            raise SpecError(f"layer {layer} needs config.experts, which is None", hint="set experts")
         if (config.experts.shared_intermediate_size > 0) != (shared is not None):
             raise SpecError(
-                f"shared_intermediate_size is {config.experts.shared_intermediate_size}, and shared is {type(shared).__name__}",
-                hint="give a shared expert of that size, or none for a size of 0",
+                f"shared_intermediate_size is {config.experts.shared_intermediate_size}, but shared is {type(shared).__name__}",
+                hint="pass a shared expert of that size, or None for size 0",
             )
         self.config = config.experts
         self.layer = layer
@@ -84,20 +83,20 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = shared
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """x (B, T, E) -> (B, T, E). Dead slots give 0 and get no gradient, whatever they hold.
+        """Map x (B, T, E) to (B, T, E). Padding slots give output 0 and gradient 0, whatever their values.
 
-        Collective over `experts.group` and, with a balance loss, over `routing.group`: a rank without a token takes part.
-        Raises `SpecError` for a routing of other slots.
+        Collective over `experts.group` and, with a balance loss, over `routing.group`, also on ranks without a token.
+        Raises SpecError: `routing` and `x` differ in (B, T).
         """
         if not x.shape[:2] == routing.live.shape == routing.unit.shape:
             raise SpecError(
-                f"routing is of slots {tuple(routing.live.shape)} and units {tuple(routing.unit.shape)}, x is {tuple(x.shape)}",
+                f"routing has live {tuple(routing.live.shape)} and unit {tuple(routing.unit.shape)}, but x {tuple(x.shape)}",
                 hint="shard the routing of a micro-batch like its ids",
             )
         dead = ~routing.live[..., None]
         x = x.masked_fill(dead, 0.0)
         slots = routing.live.flatten().nonzero()[:, 0] if routing.slots is None else routing.slots
-        # The router sees the slots as they lie in the sequence, which is what a parallel style knows how to cut.
+        # Run the router on all slots in sequence order: a parallel style can shard only this shape.
         tokens, probabilities, unit = (
             value.flatten(0, 1).index_select(0, slots) for value in (x, self.gate(x), routing.unit)
         )
@@ -109,7 +108,7 @@ class MixtureOfExperts(nn.Module):
         return full + shared.masked_fill(dead, 0.0)
 
     def _routed(self, tokens: Tensor, probabilities: Tensor, unit: Tensor, routing: Routing) -> Tensor:
-        """What their experts make of live tokens (N, E) of probabilities (N, X) and units (N,): (N, E)."""
+        """Return the expert outputs (N, E) of tokens (N, E) with probabilities (N, X) and units (N,)."""
         weights, chosen = self._choose(probabilities)
         counts = _count(unit, chosen, len(routing.unit_tokens), self.config.num_experts)
         order = chosen.flatten().argsort(stable=True)
@@ -122,45 +121,45 @@ class MixtureOfExperts(nn.Module):
         return out
 
     def _choose(self, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """Weights (N, k) and numbers (N, k) of each token's experts, the most probable first."""
-        # topk leaves open which of equal values it takes.
+        """Return weights (N, k) and indices (N, k) of each token's experts, the most probable first."""
+        # topk does not define the order of equal values; a stable sort does.
         best, chosen = probabilities.sort(dim=-1, descending=True, stable=True)
         best, chosen = best[:, : self.config.top_k], chosen[:, : self.config.top_k]
         return (best / best.sum(-1, keepdim=True) if self.config.normalise else best), chosen
 
     def _balance(self, probabilities: Tensor, unit: Tensor, counts: Tensor, routing: Routing) -> Tensor:
-        """This rank's part of S, a scalar; counts (U, X) are of this rank's rows."""
+        """Return this rank's part of S, a scalar, from counts (U, X) of this rank's rows."""
         share = _sum_over(counts, routing.group).to(probabilities.dtype)
         share = share / (routing.unit_tokens.clamp_min(1) * self.config.top_k)[:, None]
         return self.config.num_experts * (share.index_select(0, unit) * probabilities).sum()
 
 
 class Gate(nn.Module):
-    """The router: probabilities (B, T, X) of tokens (B, T, E), in fp32 (fp64 for fp64)."""
+    """Router: probabilities (B, T, X) of tokens (B, T, E), in fp32 (fp64 for fp64)."""
 
     def __init__(self, hidden_size: int, num_experts: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """A weight that is a DTensor counts as this rank's own, unless a parallel style made `x` one too."""
+        """Compute with the local part of a DTensor weight, unless a parallel style made `x` a DTensor too."""
         wide = torch.promote_types(x.dtype, torch.float32)
         weight = self.weight if isinstance(x, DTensor) else _local(self.weight)
         return F.linear(x.to(wide), weight.to(wide)).softmax(-1)
 
 
 class Experts(nn.Module):
-    """`num_experts` SwiGLU feed-forwards, in equal contiguous parts over the ranks of `group`: the unit to shard.
+    """`num_experts` SwiGLU feed-forwards, in equal contiguous parts over the ranks of `group`: an FSDP unit.
 
-    `gate_up_proj` (X, 2 F, E) holds each expert's gate above its up projection, `down_proj` (X, E, F). Whoever sets
-    `group` leaves of dim 0 this rank's part alone, as a plain tensor or a DTensor.
+    `gate_up_proj` (X, 2 F, E) stacks each expert's gate on its up projection; `down_proj` is (X, E, F). With a `group`, dim 0
+    must hold only this rank's experts, as a plain tensor or a DTensor.
 
-    A rank sends the rows of experts that it does not hold (dispatch), and the results of the rows that came (combine): in
-    one forward, with `n_re` rows of rank r for expert e, exactly `E * (sum of n_re over experts of other ranks + sum of
-    n_qe over other ranks q and own experts)` elements, and as many again in backward (twice, if it recomputes forward).
-    Where the router spreads the rows of T tokens a rank evenly over ep ranks that is `2 T top_k E (ep - 1) / ep`.
+    A rank sends the rows of experts on other ranks (dispatch), and returns the results of received rows (combine). With
+    `n_re` rows of rank r for expert e, one forward sends exactly `E * (sum of n_re over experts of other ranks + sum of
+    n_qe over other ranks q and own experts)` elements; backward sends as many (twice as many if it recomputes forward).
+    With T tokens per rank, routed evenly over ep ranks, that is `2 T top_k E (ep - 1) / ep`.
 
-    The host waits for the device once, for the sizes of what is sent; with one rank never, where `one_kernel` holds.
+    The host syncs with the device once, for the sizes to send. On one rank with `one_kernel` it never syncs.
     """
 
     group: dist.ProcessGroup | None = None
@@ -171,13 +170,16 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """rows (R, E) in the order of their experts, counts (X,) int64 of them for each -> (R, E). Collective over `group`."""
+        """Map rows (R, E), sorted by expert with `counts` int64 (X,) rows each, to (R, E). Collective over `group`.
+
+        Raises SpecError: this rank's experts times the ranks of `group` is not X.
+        """
         gate_up, down = _local(self.gate_up_proj), _local(self.down_proj)
         ranks, num_local = rank_and_size(self.group)[1], len(down)
         if ranks * num_local != len(counts):
             raise SpecError(
                 f"{len(counts)} experts are not {num_local} on each of {ranks} ranks",
-                hint="ep divides the number of experts; set group, and leave this rank's part of dim 0 alone",
+                hint="ep must divide num_experts; set group, and keep only this rank's experts in dim 0",
             )
         if ranks == 1:
             return _feed_forwards(rows, counts, gate_up, down)
@@ -185,7 +187,7 @@ class Experts(nn.Module):
         here = exchange_counts(there, self.group)
         sent, received = torch.stack((there.sum(1), here.sum(1))).tolist()
         rows = exchange_rows(rows, sent, received, self.group)
-        # By rank, and of each rank by expert: sorted by expert alone, a stable sort keeps the ranks in order.
+        # Rows arrive by rank, then by expert. A stable sort by expert keeps the ranks in order.
         expert = torch.arange(num_local, device=rows.device).repeat(ranks)
         order = expert.repeat_interleave(here.flatten(), output_size=len(rows)).argsort(stable=True)
         out = _feed_forwards(_take(rows, order, 1), here.sum(0), gate_up, down)
@@ -193,8 +195,8 @@ class Experts(nn.Module):
 
 
 def one_kernel(rows: Tensor, intermediate_size: int) -> bool:
-    """Whether torch's grouped product computes all experts in one kernel, offsets read on the device: bf16 on CUDA, compute
-    capability 8.0 or more, rows of 16 bytes' multiples. Elsewhere it loops over experts itself, on the host."""
+    """Whether `F.grouped_mm` computes all experts in one kernel, with offsets read on the device: bf16 on CUDA, compute
+    capability 8.0 or more, row sizes in multiples of 16 bytes. Elsewhere it loops over experts on the host."""
     return (
         rows.dtype == torch.bfloat16
         and rows.device.type == "cuda"
@@ -205,9 +207,9 @@ def one_kernel(rows: Tensor, intermediate_size: int) -> bool:
 
 
 class _Take(torch.autograd.Function):
-    """Rows of `x` (N, E), each `copies` times, in the order of a permutation of the N * copies copies.
+    """Repeat each row of `x` (N, E) `copies` times and permute the N * copies rows by `order`.
 
-    Backward sums the copies of a row in their own order, in wide precision: `index_select` would add them up in any.
+    Backward sums the copies of a row in a fixed order and in wide precision, unlike that of `index_select`.
     """
 
     @staticmethod
@@ -224,7 +226,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Inject(torch.autograd.Function):
-    """`out`, unchanged; in backward `total`, a scalar that it does not depend on, gets the gradient `balance * scale`."""
+    """Return `out` unchanged, and give the scalar `total` the gradient `balance * scale` in backward."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, total: Tensor, balance: float, scale: Tensor | float) -> Tensor:
@@ -242,7 +244,7 @@ def _take(x: Tensor, order: Tensor, copies: int) -> Tensor:
 
 
 def _weigh(rows: Tensor, weights: Tensor) -> Tensor:
-    """(N, k, E) and (N, k) -> (N, E), summed over k one by one, in the weights' dtype."""
+    """Sum rows (N, k, E) times weights (N, k) over k, in order, in the weights' dtype: (N, E)."""
     first, *others = (row * weight[:, None] for row, weight in zip(rows.unbind(1), weights.unbind(1), strict=True))
     for other in others:
         first = first + other
@@ -250,7 +252,7 @@ def _weigh(rows: Tensor, weights: Tensor) -> Tensor:
 
 
 def _feed_forwards(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
-    """SwiGLU of rows (R, E) in the order of their experts, of which `counts` (X_local,) has the numbers."""
+    """Apply SwiGLU to rows (R, E), sorted by expert with `counts` (X_local,) rows each."""
     if one_kernel(rows, down.shape[2]):
         ends = counts.cumsum(0, dtype=torch.int32)
         gate, up = F.grouped_mm(rows, gate_up.mT, offs=ends).chunk(2, dim=-1)
@@ -260,12 +262,12 @@ def _feed_forwards(rows: Tensor, counts: Tensor, gate_up: Tensor, down: Tensor) 
         gate, up = F.linear(x, gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, down)
 
-    # An expert without a row takes part: its gradient is then 0, and not missing.
+    # Run experts without rows too, so that their gradient is 0 instead of None.
     return torch.cat(list(map(one, rows.split(counts.tolist()), gate_up.unbind(), down.unbind())))
 
 
 def _count(unit: Tensor, chosen: Tensor, num_units: int, num_experts: int) -> Tensor:
-    """Rows of each unit for each expert: (N,) and (N, k) -> int64 (U, X)."""
+    """Count the rows of each unit for each expert: units (N,) and experts (N, k) to int64 (U, X)."""
     pairs = (unit[:, None] * num_experts + chosen).flatten()
     counts = pairs.new_zeros(num_units * num_experts).index_add(0, pairs, torch.ones_like(pairs))
     return counts.view(num_units, num_experts)

@@ -1,5 +1,5 @@
-"""Hugging Face Llama folders (config.json and safetensors) in and out, without transformers.
-What a folder asks for and we do not have is refused by name; nothing is dropped in silence."""
+"""Read and write Hugging Face Llama folders (config.json and safetensors), without transformers.
+An option of a folder that longspan does not implement raises an error with its name; none is dropped silently."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from longspan.model.regions import local_region
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 
-_FIELDS = {  # ours: theirs
+_FIELDS = {  # ModelConfig field: entry of config.json
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
     "num_layers": "num_hidden_layers",
@@ -33,14 +33,14 @@ _FIELDS = {  # ours: theirs
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}  # LlamaConfig's own
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}  # those of LlamaConfig
 _SCALING_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
     "high_freq_factor": "high_freq_factor",
     "original_max_positions": "original_max_position_embeddings",
 }
-_ONLY: dict[str, tuple[Any, ...]] = {  # entries that change the computation: the values that we compute
+_ONLY: dict[str, tuple[Any, ...]] = {  # entries that change the computation: their supported values
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -58,10 +58,10 @@ def load_pretrained(
     device: torch.device | str | None = None,
     recompute: Recompute = "none",
 ) -> Decoder:
-    """The model of a Hugging Face Llama folder, in `dtype` (default: that of its embedding) on `device` (default: cpu).
+    """Load a Hugging Face Llama folder in `dtype` (default: dtype of its embedding) on `device` (default: cpu).
 
-    Raises SpecError for another architecture, for an option that we do not compute (biases, dropout, RoPE scaling other
-    than llama3, quantization), and for tensors that are missing, unexpected or of another shape; it names them.
+    Raises SpecError: another architecture, an unsupported option (biases, dropout, RoPE scaling other than llama3,
+    quantization), or tensors that are missing, unexpected or of another shape.
     """
     with torch.device("meta"):
         model = Decoder(read_config(path), recompute=recompute)
@@ -77,8 +77,8 @@ def load_pretrained(
 
 @torch.no_grad()
 def load_weights(model: Decoder, path: str | Path) -> None:
-    """Read the weights of a folder into a model of its shape: of sharded parameters, and of a pipeline stage, the part that is
-    here and no more. Raises SpecError as `load_pretrained`."""
+    """Read the weights of a folder into a model of the same shape. Only the local part of sharded parameters and of a
+    pipeline stage is read. Raises SpecError: see `load_pretrained`."""
     places: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     files = _files(Path(path), model.config)
     for name, parameter in model.named_parameters():
@@ -100,14 +100,14 @@ def save_pretrained(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model` as a folder that transformers (4 and 5) and `load_pretrained` read. Call it on one rank.
+    """Write `model` as a folder for transformers (4 and 5) and `load_pretrained`. Call it on one rank.
 
-    state_dict: the whole weights by our names, for a model whose own are sharded. max_shard_bytes: files hold at most
-    that many bytes of weights, or one tensor. extra: further entries of config.json that are no part of a ModelConfig,
-    such as `max_position_embeddings` or `eos_token_id`; token ids not given are null.
+    state_dict: gathered weights by `Decoder` names, if those of `model` are sharded. max_shard_bytes: limit of weights
+    per file; a larger tensor gets a file of its own. extra: further entries of config.json, such as
+    `max_position_embeddings` or `eos_token_id`; token ids default to null.
 
-    Raises SpecError for a model that a Llama folder cannot describe (windows, QK-norm), for sharded weights, and for a
-    folder that already holds weights.
+    Raises SpecError: windows, QK-norm or experts, which a Llama folder cannot describe; sharded weights; a folder that
+    already holds weights.
     """
     path = Path(path)
     state = {
@@ -126,14 +126,14 @@ def save_pretrained(
         total = sum(tensor.nbytes for tensor in state.values())
         weight_map = {key: file for file, shard in zip(files, shards, strict=True) for key in shard}
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(path / CONFIG, entries)  # last: a folder that was cut short does not load
+    _write_json(path / CONFIG, entries)  # last, so that a partly written folder does not load
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """The ModelConfig of a Hugging Face Llama folder, from its config.json. Raises SpecError as `load_pretrained`."""
+    """Read the ModelConfig of a Hugging Face Llama folder from config.json. Raises SpecError: see `load_pretrained`."""
     file = Path(path) / CONFIG
     if not file.is_file():
-        raise SpecError(f"{path} has no {CONFIG}", hint="give the folder that save_pretrained of transformers wrote")
+        raise SpecError(f"{path} has no {CONFIG}", hint="give a folder written by save_pretrained of transformers")
     entries = json.loads(file.read_text(encoding="utf-8"))
     architectures = entries.get("architectures") or []
     if architectures != ["LlamaForCausalLM"]:
@@ -146,18 +146,18 @@ def read_config(path: str | Path) -> ModelConfig:
     try:
         return ModelConfig(**fields, **_rope_fields(file, entries))
     except ValidationError as error:
-        raise SpecError(f"{file}: {error}", hint=f"our names: {_FIELDS}") from error
+        raise SpecError(f"{file}: {error}", hint=f"field of ModelConfig: entry of the file: {_FIELDS}") from error
 
 
 def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling` from transformers 5 (`rope_parameters` holds both) or 4 (an entry each)."""
+    """Read `rope_theta` and `rope_scaling` as transformers 5 (both in `rope_parameters`) or 4 (separate) write them."""
     new, old = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
     rope = old | new
     thetas = {value for value in (entries.get("rope_theta"), rope.get("rope_theta")) if value is not None}
     if len(thetas) > 1 or (new and old and old != {key: new.get(key) for key in old}):
         raise SpecError(
             f"{file}: rope_parameters {new} contradicts rope_theta {entries.get('rope_theta')}, rope_scaling {old}",
-            hint="keep rope_parameters, the newer form, and remove the others",
+            hint="keep rope_parameters, the newer format, and remove the others",
         )
     if rope.get("partial_rotary_factor", 1) != 1:
         raise SpecError(
@@ -173,7 +173,7 @@ def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_entries(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any]) -> dict[str, Any]:
-    """config.json in the form of transformers 4, which transformers 5 reads as well."""
+    """Return config.json in the format of transformers 4, which transformers 5 also reads."""
     if config.qk_norm or set(config.mask_names) != {"full"} or config.experts is not None:
         raise SpecError(
             f"a Llama folder cannot describe qk_norm={config.qk_norm}, windows={config.windows}, experts={config.experts}",
@@ -192,7 +192,7 @@ def _config_entries(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str,
         "rope_scaling": scaling and {"rope_type": "llama3", **_translate(scaling, _SCALING_FIELDS)},
     }
     if taken := sorted(entries.keys() & extra.keys()):
-        raise SpecError(f"extra would override {taken}, which the model's config decides", hint="leave them out")
+        raise SpecError(f"extra would override {taken}, which follow from the model's config", hint="leave them out")
     return entries | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | dict(extra)
 
 
@@ -208,7 +208,9 @@ def _check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
         if name not in state or tuple(state[name].shape) != wanted.get(name)
     ]
     if wrong:
-        raise SpecError(f"state_dict does not fit the model: {_first(sorted(wrong))}", hint="give every tensor, whole")
+        raise SpecError(
+            f"state_dict does not match the model: {_first(sorted(wrong))}", hint="give every tensor, unsharded"
+        )
     sharded = [name for name, tensor in state.items() if isinstance(tensor, DTensor) or tensor.is_meta]
     if sharded:
         raise SpecError(
@@ -219,7 +221,7 @@ def _check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
 
 
 def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
-    """Of every parameter of the whole model, by our name: the file that holds it, and its key there."""
+    """Return the file and the key in it of every parameter of the whole model, by `Decoder` name."""
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
     found: dict[str, tuple[Path, str]] = {}
@@ -229,7 +231,7 @@ def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
             for key in opened.keys():  # noqa: SIM118 (not a mapping)
                 name, shape = _ours(key), tuple(opened.get_slice(key).get_shape())
                 if key.endswith("rotary_emb.inv_freq"):
-                    continue  # written by old transformers; follows from the config
+                    continue  # a buffer written by old transformers
                 found[name] = file, key
                 if name not in wanted:
                     unexpected.append(key)
@@ -240,7 +242,7 @@ def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
         if names:
             raise SpecError(
                 f"{path}: {len(names)} tensors are {what}: {_first(names)}",
-                hint=f"{CONFIG} and the weights must be of one model; tie_word_embeddings is {config.tie_embeddings}",
+                hint=f"{CONFIG} and the weights must belong to one model; tie_word_embeddings is {config.tie_embeddings}",
             )
     return found
 
@@ -256,13 +258,15 @@ def _weight_files(path: Path) -> list[Path]:
     files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     for file in files:
         if not (path / file).is_file():
-            raise SpecError(f"{path / file} is named in {INDEX} but is not there", hint="complete the download")
+            raise SpecError(f"{path / file} is listed in {INDEX} but missing", hint="complete the download")
     return [path / file for file in files]
 
 
 def _split(tensors: Mapping[str, Tensor], max_bytes: int) -> list[dict[str, Tensor]]:
     if max_bytes < 1:
-        raise SpecError(f"max_shard_bytes {max_bytes} is below 1", hint=f"leave it out for {MAX_SHARD_BYTES}")
+        raise SpecError(
+            f"max_shard_bytes {max_bytes} is below 1", hint=f"leave it out for the default {MAX_SHARD_BYTES}"
+        )
     shards: list[dict[str, Tensor]] = [{}]
     room = max_bytes
     for key, tensor in tensors.items():

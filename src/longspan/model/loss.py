@@ -1,5 +1,5 @@
-"""Cross-entropy as a sum over tokens, chunk by chunk: the logits of a whole shard never exist at once.
-What turns local sums into the mean over the global batch is here too, so that it is written once."""
+"""Cross-entropy summed over tokens in chunks, so that the logits of a whole shard never exist at once.
+Also the factor that turns local sums into the mean over the global batch."""
 
 import warnings
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from longspan.names import IGNORED
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's part of a head cut over the vocabulary: rows `start`, `start + 1`, ... of the `size` that `group` holds."""
+    """This rank's rows of a vocab-parallel head: from row `start` on, out of `size` rows over the ranks of `group`."""
 
     start: int
     size: int
@@ -34,23 +34,23 @@ def token_loss_sum(
     chunk_tokens: int | None = None,
     vocab: VocabShard | None = None,
 ) -> Tensor:
-    """Sum of the cross-entropy over the labels that are not -100, as a scalar in fp32 (fp64 for fp64).
+    """Return the cross-entropy summed over labels other than -100, a scalar in fp32 (fp64 for fp64).
 
-    hidden (B, T, E) or (T, E) and the head's weight (V, E) share a dtype; labels, int64, have the shape of `hidden`
-    without its last dim and are already shifted. Logits `hidden @ weight.T` are made `chunk_tokens` at a time (default:
-    see `logits_bytes`) and made again in backward. The gradient of `weight` is summed over chunks in fp32 (fp64 for
-    fp64) and rounded once, so that it does not worsen with the length of the sequence.
+    hidden (B, T, E) or (T, E) and the head's weight (V, E) share a dtype. labels, int64, have the shape of `hidden` without
+    its last dim and are already shifted. Logits `hidden @ weight.T` are computed for `chunk_tokens` at a time (default: see
+    `logits_bytes`) and recomputed in backward. The gradient of `weight` is accumulated over chunks in fp32 (fp64 for fp64)
+    and rounded once, so that its error does not grow with the sequence length.
 
-    No valid label, or no token at all, gives exactly 0 with zero gradients, still attached to the graph: a rank without
-    targets takes part in every collective of backward.
+    Without a valid label, or without a token, the loss is exactly 0 with zero gradients, still attached to the graph: a
+    rank without targets takes part in every collective of backward.
 
-    vocab: `weight` (V_local, E) is this part of the head; parts may be uneven or empty, and V is `vocab.size`. Collective:
-    all ranks of the group give the same `hidden` and `labels`, whose ids are global, and get the same sum. One all-gather
-    of 2 numbers a token joins the parts; logits stay where they are. The gradient of `hidden` is that of this rank's part
-    alone: the caller sums it over the group. The gradient of `weight` is whole.
+    vocab: `weight` (V_local, E) is this rank's part of the head; parts may be uneven or empty, and V is `vocab.size`.
+    Collective: all ranks of the group pass the same `hidden` and `labels` (global ids) and get the same sum. One all-gather
+    of 2 numbers per token combines the parts; logits are not communicated. The gradient of `hidden` is of this rank's part
+    alone: the caller sums it over the group. The gradient of `weight` is complete.
 
-    Raises SpecError for shapes and dtypes that do not fit and, in eager code on the CPU (elsewhere looking would wait
-    for the device), for a label outside [0, V) other than -100.
+    Raises SpecError: shapes or dtypes that do not match; a label outside [0, V) other than -100, checked only in eager code
+    on the CPU, to avoid a device sync.
     """
     _check(hidden, labels, weight, chunk_tokens, vocab)
     if chunk_tokens is None:
@@ -62,22 +62,23 @@ def token_loss_sum(
 
 
 def count_targets(labels: Tensor) -> int:
-    """Number of labels that are not -100. Waits for the device the labels are on."""
+    """Return the number of labels that are not -100. Syncs with the device of `labels`."""
     return int((labels != IGNORED).sum())
 
 
 def mean_loss_scale(num_targets_global: int, group_size: int) -> float:
-    """What to multiply a rank's loss sum by before `backward`: `group_size / num_targets_global`.
+    """Return the factor of a rank's loss sum before `backward`: `group_size / num_targets_global`.
 
-    `num_targets_global` counts the valid labels of the whole global batch: all ranks, all accumulated micro-batches.
-    Sharding wrappers (FSDP2, DDP) average gradients over their `group_size` ranks; the factor undoes that:
+    `num_targets_global` counts the valid labels of the global batch: all ranks, all accumulated micro-batches.
+    FSDP2 and DDP average gradients over their `group_size` ranks, which the factor undoes:
 
         mean over ranks of (local_sum * group_size / num_targets_global) = global_sum / num_targets_global
 
     With a wrapper that sums gradients, `group_size` is 1. The loss to log is the sum over ranks of
     `local_sum / num_targets_global`.
 
-    A batch without any target gives 0.0 and a warning: loss and gradients are 0, never NaN.
+    A batch without any target returns 0.0 with a warning: loss and gradients are 0, never NaN. Raises SpecError: a negative
+    `num_targets_global`, or `group_size` below 1.
     """
     if num_targets_global < 0 or group_size < 1:
         raise SpecError(
@@ -91,7 +92,7 @@ def mean_loss_scale(num_targets_global: int, group_size: int) -> float:
 
 
 class _TokenLossSum(torch.autograd.Function):
-    """One pass over chunks each way. Autograd, over checkpointed chunks, would sum a bf16 weight's gradient in bf16."""
+    """One pass over chunks in each direction. Autograd over checkpointed chunks would sum a bf16 weight's gradient in bf16."""
 
     @staticmethod
     def forward(
@@ -104,7 +105,7 @@ class _TokenLossSum(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         num_tokens, num_rows = hidden.shape[0], weight.shape[0]
-        # Of this part of the vocabulary: the logsumexp, and the label's logit, or 0 where another part has it.
+        # For this part of the vocabulary: the logsumexp, and the label's logit (0 if another part holds it).
         part = torch.zeros(2, num_tokens, dtype=_wide(hidden), device=hidden.device)
         index, here = _columns(labels, start, num_rows)
         for rows in _chunks(num_tokens, chunk_tokens):
@@ -142,14 +143,14 @@ class _TokenLossSum(torch.autograd.Function):
 
 
 def _columns(labels: Tensor, start: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Where the labels (N,) are in logits (N, num_rows) of rows `start`, ..., (N, 1), and whether they are there, (N,)."""
+    """Return the column of each label (N,) in logits (N, num_rows) from row `start` on, (N, 1), and whether it is there, (N,)."""
     index = labels - start
     here = (index >= 0) & (index < num_rows)
     return index.clamp(0, max(0, num_rows - 1))[:, None], here
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Without autocast, which would be on in forward and off in backward: both must see the same logits."""
+    """Compute logits without autocast, which is on in forward and off in backward: both need the same logits."""
     kind = hidden.device.type
     with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         return F.linear(hidden, weight).to(_wide(hidden))
@@ -166,13 +167,13 @@ def _wide(x: Tensor) -> torch.dtype:
 def _check(hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int | None, vocab: VocabShard | None) -> None:
     if labels.shape != hidden.shape[:-1]:
         raise SpecError(
-            f"labels {tuple(labels.shape)} do not fit hidden {tuple(hidden.shape)}",
-            hint="labels need one entry per token: shift them on the global row, then shard both in the same way",
+            f"labels {tuple(labels.shape)} do not match hidden {tuple(hidden.shape)}",
+            hint="labels need one entry per token: shift them on the global row, then shard them like the ids",
         )
     if weight.ndim != 2 or weight.shape[1] != hidden.shape[-1] or weight.dtype != hidden.dtype:
         raise SpecError(
-            f"weight {tuple(weight.shape)} {weight.dtype} does not fit hidden {tuple(hidden.shape)} {hidden.dtype}",
-            hint="the head's weight is (V, E) in the dtype of hidden",
+            f"weight {tuple(weight.shape)} {weight.dtype} does not match hidden {tuple(hidden.shape)} {hidden.dtype}",
+            hint="the head's weight must be (V, E) in the dtype of hidden",
         )
     if labels.dtype != torch.int64:
         raise SpecError(f"labels are {labels.dtype}", hint="use torch.int64")
@@ -183,8 +184,8 @@ def _check(hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int | N
     size = weight.shape[0] if vocab is None else vocab.size
     if vocab is not None and not 0 <= vocab.start <= size - weight.shape[0]:
         raise SpecError(
-            f"{weight.shape[0]} rows from row {vocab.start} on do not lie in a head of {size}",
-            hint="start is the first of this rank's rows in the whole head, size the rows of the whole head",
+            f"{weight.shape[0]} rows from row {vocab.start} on exceed a head of {size} rows",
+            hint="set start to this rank's first row in the whole head, and size to the rows of the whole head",
         )
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]

@@ -1,5 +1,5 @@
-"""The shape of a decoder as a frozen record, checked when it is made.
-It holds what decides the size of a parameter or the mask of a layer, and nothing that may change from run to run."""
+"""The architecture of a decoder as a frozen, validated record.
+It holds what determines the parameters and the masks of the layers, and nothing that may change between runs."""
 
 from typing import Literal
 
@@ -12,9 +12,9 @@ from longspan.names import mask_name
 class Llama3RopeScaling(BaseModel):
     """Frequency scaling of Llama 3.1 (`rope_type` "llama3" at Hugging Face, `use_scaled_rope` at Meta).
 
-    Wavelengths up to `original_max_positions / high_freq_factor` tokens are kept, those from
-    `original_max_positions / low_freq_factor` on are stretched by `factor`, between them the two are interpolated.
-    The table depends on the configuration alone, never on the length of a batch.
+    Wavelengths up to `original_max_positions / high_freq_factor` tokens are kept. Wavelengths from
+    `original_max_positions / low_freq_factor` on are multiplied by `factor`. In between, frequencies are interpolated.
+    The table depends on the configuration alone, not on the length of a batch.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -36,16 +36,14 @@ class Llama3RopeScaling(BaseModel):
 
 
 class ExpertsConfig(BaseModel):
-    """The mixture of experts that takes the place of every layer's feed-forward: sizes in elements.
+    """A mixture of experts in place of every layer's feed-forward. See `longspan.model.MixtureOfExperts`.
 
-    A token goes to the `top_k` of `num_experts` experts that its router finds most probable, each a feed-forward of
-    `intermediate_size`, and with `shared_intermediate_size` (0: none) to a shared expert of that size as well.
-    `normalise`: the weights
-    of a token's experts are divided by their sum; else they are the probabilities themselves. `balance` is the
-    coefficient of the auxiliary balance loss (0: none), which is taken `balance_over` each global micro-batch ("batch")
-    or each of its documents ("document"); see `longspan.model.MixtureOfExperts`.
+    Each token is routed to the `top_k` most probable of `num_experts` experts, each of `intermediate_size`. If
+    `shared_intermediate_size` is above 0, a shared expert of that size sees every token. With `normalise`, the weights of
+    a token's experts are divided by their sum; otherwise they are the router's probabilities. `balance` is the coefficient of
+    the auxiliary balance loss (0 for none), computed over the global micro-batch ("batch") or over each document.
 
-    Raises `pydantic.ValidationError` as `ModelConfig` does.
+    Raises `pydantic.ValidationError`: see `ModelConfig`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -67,26 +65,25 @@ class ExpertsConfig(BaseModel):
             )
         if self.top_k == 1 and self.normalise:
             raise SpecError(
-                "top_k 1 with normalise=true gives every expert the weight 1: the loss would not reach the router",
+                "top_k 1 with normalise=true makes every weight 1: the router would get no gradient from the loss",
                 hint="set normalise=false, or top_k to 2 or more",
             )
         return self
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Elements of one layer's router, experts and shared expert in a model of that hidden size."""
+        """Return the parameters of one layer's router, experts and shared expert."""
         widths = self.num_experts * self.intermediate_size + self.shared_intermediate_size
         return self.num_experts * hidden_size + 3 * hidden_size * widths
 
 
 class ModelConfig(BaseModel):
-    """A Llama-like decoder: sizes in elements, `windows` in tokens.
+    """The architecture of a Llama-like decoder.
 
-    Exactly one of `intermediate_size` and `experts` is given. `head_dim` 0 means `hidden_size // num_heads`. `windows` is empty
-    (every layer sees its whole document) or has one entry per layer: `None` ("full" in a file) for full, `w` for a window in
-    which query `i` sees keys `i - w + 1` to `i`.
-    `rope_scaling` is `None` or a `Llama3RopeScaling`; other kinds are refused.
+    Exactly one of `intermediate_size` and `experts` is given. `head_dim` 0 means `hidden_size // num_heads`. `windows`, in
+    tokens, is empty (full attention in every layer) or has one entry per layer: `None` ("full" in a file), or `w` for a
+    sliding window in which query `i` sees keys `i - w + 1` to `i`. `rope_scaling` is `None` or a `Llama3RopeScaling`.
 
-    Raises `pydantic.ValidationError` (a `ValueError`) whose text holds the values, the rule and a hint.
+    Raises `pydantic.ValidationError` (a `ValueError`) with the values, the rule and a hint.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -109,12 +106,12 @@ class ModelConfig(BaseModel):
 
     @property
     def mask_names(self) -> tuple[str, ...]:
-        """The mask of each layer by name: "full", or "window-<w>"; the names `attend` is called with."""
+        """The mask name of each layer, passed to `attend`: "full" or "window-<w>"."""
         return tuple(map(mask_name, self.windows or (None,) * self.num_layers))
 
     @property
     def num_parameters(self) -> int:
-        """Elements of all parameters; tied embeddings count once."""
+        """Number of parameters; tied embeddings count once."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         norms = 2 * self.hidden_size + (2 * self.head_dim if self.qk_norm else 0)
         dense = 3 * self.hidden_size * (self.intermediate_size or 0)
@@ -133,7 +130,7 @@ class ModelConfig(BaseModel):
     @field_validator("windows", mode="before")
     @classmethod
     def _read_full(cls, value: object) -> object:
-        """TOML has no None: there a layer without a window is "full"."""
+        """Accept "full" for a layer without a window, since TOML has no None."""
         return (
             tuple(None if window == "full" else window for window in value)
             if isinstance(value, list | tuple)
@@ -149,7 +146,7 @@ class ModelConfig(BaseModel):
         if hidden_size % num_heads:
             raise SpecError(
                 f"hidden_size {hidden_size} is not a multiple of {num_heads} heads",
-                hint="change either of them, or set head_dim",
+                hint="change one of them, or set head_dim",
             )
         return int(hidden_size // num_heads)
 
@@ -160,24 +157,24 @@ class ModelConfig(BaseModel):
                 "neither intermediate_size nor experts is given"
                 if self.experts is None
                 else f"both intermediate_size {self.intermediate_size} and experts are given, "
-                "which take its place in every layer",
-                hint="give intermediate_size for dense layers, or experts with an intermediate_size of their own",
+                "which replace it in every layer",
+                hint="give intermediate_size for dense layers, or experts with its own intermediate_size",
             )
         if self.num_heads % self.num_kv_heads:
             divisors = [n for n in range(1, self.num_heads + 1) if self.num_heads % n == 0]
             raise SpecError(
                 f"{self.num_kv_heads} KV heads do not divide {self.num_heads} query heads",
-                hint=f"num_kv_heads may be one of {divisors}",
+                hint=f"set num_kv_heads to one of {divisors}",
             )
         if self.head_dim % 2:
             raise SpecError(
-                f"head_dim {self.head_dim} is odd, but rotary embedding turns pairs of dims",
+                f"head_dim {self.head_dim} is odd, but rotary embedding rotates pairs of dims",
                 hint=f"set head_dim={self.head_dim + 1}, or choose hidden_size and num_heads with an even quotient",
             )
         if self.windows and len(self.windows) != self.num_layers:
             raise SpecError(
                 f"windows has {len(self.windows)} entries for {self.num_layers} layers",
-                hint="give one per layer (None = full), or none at all",
+                hint="give one entry per layer (None for full attention), or leave windows empty",
             )
         for layer, window in enumerate(self.windows):
             if window is not None and window < 1:

@@ -1,8 +1,8 @@
-"""Random numbers from a counter: a number depends on what it is for, never on what was drawn before it or where.
-The same weights and the same dropout therefore come out however a tensor or a sequence is cut over ranks.
+"""Counter-based random numbers: a number depends on its index alone, not on earlier draws or on the rank.
+Weights and dropout masks are therefore the same however a tensor or a sequence is sharded.
 
-Philox4x32-10 (Salmon, Moraes, Dror, Shaw, 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) turns a
-counter of four 32-bit words and a key of two into four random words.
+Philox4x32-10 (Salmon, Moraes, Dror, Shaw, 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) maps a
+counter of four 32-bit words and a key of two words to four random words.
 """
 
 import hashlib
@@ -32,17 +32,17 @@ def normal(
     dtype: torch.dtype,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """The values in `region` of a tensor of `shape` that is normal(0, std) throughout.
+    """Return the values in `region` of a tensor of `shape` drawn from normal(0, std).
 
     region: for each dim a slice with start and stop in the global tensor. An element depends on `seed`, `name` and its
-    flat index in the global tensor (below 2**63) alone, so any cut into regions gives the same numbers. They are made
-    in fp64 by the transform of Box and Muller (1958) and rounded to `dtype` at the end; none is beyond 6.8 std.
-    Temporaries are those of `chunk_elements`. Raises SpecError for a region that does not lie in the shape.
+    flat index in the global tensor (below 2**63) alone, so any split into regions gives the same numbers. They are computed
+    in fp64 by the transform of Box and Muller (1958) and rounded to `dtype` at the end; none exceeds 6.8 std.
+    For the size of temporaries see `chunk_elements`. Raises SpecError: a region outside the shape.
     """
     bounds = _bounds(shape, region)
     sizes = [stop - start for start, stop in bounds]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # Consecutive elements form a run: the last dim, and those before it as long as what follows is taken whole.
+    # A run is a range of consecutive elements: the last dims that are taken whole, and the dim before them.
     dim = max((d for d in range(1, len(shape)) if sizes[d] != shape[d]), default=0)
     outer, length = sizes[:dim], math.prod(sizes[dim:])
     base = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
@@ -59,11 +59,11 @@ def normal(
 
 
 def keep(tokens: Tensor, hidden_size: int, p: float, *, seed: int, site: int) -> Tensor:
-    """Which features of which tokens survive dropout: bool (*tokens.shape, width), True with probability 1 - p.
+    """Return which elements survive dropout: bool (*tokens.shape, hidden_size), True with probability 1 - p.
 
-    tokens, int64 and not negative, number the tokens of the whole run. An element depends on `seed` (below 2**64),
-    `site` (below 2**32; one for each place in the model), its token's number and its feature's index alone. p counts
-    in steps of 2**-32. About 18 bytes of temporaries an element. Raises SpecError for p outside [0, 1) and the like.
+    tokens: global token numbers, int64, not negative. An element depends on `seed` (below 2**64), `site` (below 2**32; one
+    for each dropout module), its token's number and its feature index alone. p is rounded to steps of 2**-32. Temporaries
+    take about 18 bytes per element. Raises SpecError: p outside [0, 1), or seed or site out of range.
     """
     check_keep(p, seed, site)
     blocks = torch.arange(-(-hidden_size // 4), device=tokens.device)
@@ -74,9 +74,11 @@ def keep(tokens: Tensor, hidden_size: int, p: float, *, seed: int, site: int) ->
 
 
 def check_keep(p: float, seed: int, site: int) -> None:
-    """Raise SpecError for what `keep` does not take."""
+    """Raise SpecError if `p`, `seed` or `site` is out of range for `keep`."""
     if not 0 <= p < 1:
-        raise SpecError(f"dropout {p} is outside [0, 1)", hint="p is the share of elements to drop; 0 turns it off")
+        raise SpecError(
+            f"dropout {p} is outside [0, 1)", hint="p is the probability of dropping an element; 0 turns it off"
+        )
     if not 0 <= seed < 2**64 or not 0 <= site < 2**32:
         raise SpecError(f"seed {seed} must be in [0, 2**64) and site {site} in [0, 2**32)")
 
@@ -84,14 +86,14 @@ def check_keep(p: float, seed: int, site: int) -> None:
 def philox(
     c0: Tensor, c1: Word, c2: Tensor, c3: Word, *, key: tuple[int, int]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four random words of each counter (c0, c1, c2, c3); all words are in [0, 2**32), tensors of them in int64.
+    """Return four random words for each counter (c0, c1, c2, c3). Words are in [0, 2**32); tensors of words are int64.
 
-    In integer operations that every device has: of `aten::_philox_uniform` and the like, torch 2.13 has no CPU kernel.
+    Written in integer operations of every device: torch 2.13 has no CPU kernel of `aten::_philox_uniform` and the like.
     """
     k0, k1 = key
     for _ in range(ROUNDS):
-        # A product of two words takes 64 bits and may wrap into the sign; `_mix` masks the copies that a shift makes of it.
-        # c1 and c3 keep what lies above their word until they are mixed into c0 and c2.
+        # A product of two words takes 64 bits and may wrap into the sign bit. An arithmetic shift copies that bit; `_mix`
+        # masks the copies. c1 and c3 keep their high bits until they are mixed into c0 and c2.
         left, right = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
         c0, c1, c2, c3 = _mix(right, c1, k0), right, _mix(left, c3, k1), left
         k0, k1 = (k0 + KEY_STEPS[0]) & MASK, (k1 + KEY_STEPS[1]) & MASK
@@ -102,17 +104,17 @@ def _mix(product: Tensor, word: Word, key: int) -> Tensor:
     return ((product >> 32) ^ word ^ key) & MASK
 
 
-def _normals(first: Tensor, hidden_size: int, key: tuple[int, int]) -> Tensor:
-    """Standard normal numbers (rows, width) in fp64, whose flat indices run on from `first` (rows,)."""
+def _normals(first: Tensor, width: int, key: tuple[int, int]) -> Tensor:
+    """Return standard normal numbers (rows, width) in fp64, for flat indices that count up from `first` (rows,)."""
     shift = (first & 3)[:, None]
-    # The elements of a row lie in this many blocks at most: it may start at the last word of one.
-    blocks = (first >> 2)[:, None] + torch.arange((hidden_size + 6) // 4, device=first.device)
-    # In (0, 1): neither logarithm nor angle meets an end.
+    # Blocks of four words that a row covers at most: it may start at the last word of a block.
+    blocks = (first >> 2)[:, None] + torch.arange((width + 6) // 4, device=first.device)
+    # In (0, 1), without the ends: log(0) does not occur.
     u = [(word + 0.5) * 2.0**-32 for word in map(Tensor.double, philox(blocks & MASK, 0, blocks >> 32, 0, key=key))]
     radius = [x.log().mul_(-2).sqrt_() for x in (u[0], u[2])]
     angle = [x * (2 * math.pi) for x in (u[1], u[3])]
     pairs = [r * turn(a) for r, a in zip(radius, angle, strict=True) for turn in (torch.cos, torch.sin)]
-    return torch.stack(pairs, -1).flatten(1).gather(1, shift + torch.arange(hidden_size, device=first.device))
+    return torch.stack(pairs, -1).flatten(1).gather(1, shift + torch.arange(width, device=first.device))
 
 
 def _key(seed: int, name: str) -> tuple[int, int]:
@@ -122,11 +124,11 @@ def _key(seed: int, name: str) -> tuple[int, int]:
 
 def _pieces(num_runs: int, length: int, size: int) -> Iterator[tuple[slice, slice]]:
     """Cut (num_runs, length) into pieces of about `size` elements."""
-    hidden_size = min(length, size)
-    height = max(1, size // (hidden_size + 6))
+    width = min(length, size)
+    height = max(1, size // (width + 6))
     for row in range(0, num_runs, height):
-        for column in range(0, length, max(1, hidden_size)):
-            yield slice(row, min(row + height, num_runs)), slice(column, min(column + hidden_size, length))
+        for column in range(0, length, max(1, width)):
+            yield slice(row, min(row + height, num_runs)), slice(column, min(column + width, length))
 
 
 def _bounds(shape: Sequence[int], region: Sequence[slice]) -> list[tuple[int, int]]:

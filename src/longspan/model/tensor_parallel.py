@@ -1,12 +1,12 @@
-"""Tensor parallelism of a decoder by DTensor's parallel styles, with Megatron's sequence parallelism or without.
+"""Tensor parallelism of a decoder by DTensor's parallel styles, with or without Megatron's sequence parallelism.
 
     tp = 2, sequence parallel          x (B, T/2, E) on each rank; dropout, norms and residuals work on it
       norm -> all-gather T -> q k v of half of the heads -> attention -> o_proj -> reduce-scatter T -> + x
       norm -> all-gather T -> half of gate and up                     -> down   -> reduce-scatter T -> + x
 
-Without it x is whole on every rank, and an all-reduce stands in the place of reduce-scatter. Korthikanti et al., 2022
-(arXiv:2205.05198), section 4.2. A layer pass moves `4 B T E (tp - 1) / tp` elements per rank either way, T the slots of the
-CP shard: four collectives in forward, four in backward (an all-reduce counts for two).
+Without sequence parallelism x is whole on every rank, and an all-reduce replaces each reduce-scatter (Korthikanti et al.,
+2022, arXiv:2205.05198, section 4.2). With T slots in the CP shard, a layer moves `4 B T E (tp - 1) / tp` elements per rank in
+forward and as many in backward: four collectives each, where an all-reduce counts as two.
 """
 
 from functools import partial
@@ -28,15 +28,15 @@ from longspan.model.experts import MixtureOfExperts
 from longspan.model.loss import VocabShard, token_loss_sum
 
 _SEQUENCE, _HEADS = 1, 1
-"""The dim of tokens in (B, T, E), and of heads in (B, H, T, D)."""
+"""The token dim of (B, T, E), and the head dim of (B, H, T, D)."""
 
 
 def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -> None:
-    """Cut the weights of `model` over the one axis of `mesh`, in place, and make its forward work on its parts.
+    """Shard the weights of `model` over the 1-D `mesh`, in place, and parallelise its forward.
 
-    Position ids, labels and rotary tables stay those of all T slots; hidden states between layers, `tokens` and `routing` are
-    of this rank's T / tp where `sequence` is set. Heads, MLP features and vocabulary are multiples of the degree (checked by
-    `longspan.plan.check_model`), and so is T.
+    Position ids, labels and rotary tables cover all T slots. With `sequence`, hidden states between layers, `tokens` and
+    `routing` cover this rank's T / tp. The degree must divide heads, intermediate size and vocabulary (checked by
+    `longspan.topology.check_model`), and T.
     """
     hidden = Shard(_SEQUENCE) if sequence else Replicate()
     norm = {"norm": SequenceParallel(sequence_dim=_SEQUENCE, use_local_output=True)} if sequence else {}
@@ -67,7 +67,7 @@ def _styles(
         of_tokens = SequenceParallel(sequence_dim=_SEQUENCE, use_local_output=True)
         styles |= {"input_layernorm": of_tokens, "post_attention_layernorm": of_tokens}
     if block.self_attn.q_norm is not None:
-        # One weight for all heads, of which a rank has some: its gradient is a part, as that of a norm of some tokens is.
+        # One weight serves all heads, but a rank has some: its gradient is partial, as that of a norm over some tokens.
         styles |= {
             f"self_attn.{name}_norm": SequenceParallel(sequence_dim=_HEADS, use_local_output=True) for name in "qk"
         }
@@ -95,7 +95,7 @@ def _loss_sum(
     hidden_placement: Shard | Replicate,
     vocab_size: int,
 ) -> Tensor:
-    """The loss of all T slots on every rank, each with its part of the vocabulary: logits are never gathered."""
+    """Return the loss of all T slots on every rank, each with its part of the vocabulary, without gathering logits."""
     whole = DTensor.from_local(hidden, mesh, [hidden_placement], run_check=False).redistribute(placements=[Replicate()])
     assert isinstance(weight, DTensor), "the head was cut over the vocabulary"
     rows = weight.to_local()

@@ -1,6 +1,6 @@
-"""The CP=1 side: the same steps on one process, plain SDPA per document on the unsharded batch.
+"""The CP=1 side: the same steps on one process, with plain SDPA per document on the unsharded batch.
 
-It imports nothing of plan/ or attention/ (import-linter holds it), so a fault there cannot be on both sides.
+This module imports nothing of plan/ or cp/ (enforced by import-linter), so that a fault there affects one side only.
 """
 
 import os
@@ -24,14 +24,14 @@ from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 Tensor = torch.Tensor
 
 BLOCK = 512
-"""Queries at a time where a mask is needed, and fewer where heads x queries x keys would be more than `SCORES`."""
+"""Queries per masked SDPA call; fewer if heads x queries x keys would exceed `SCORES`."""
 SCORES = 2**28
 
 
 def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
-    """Replay `steps` steps of a run on this process; the first step's gradients go to a safetensors file.
+    """Replay `steps` steps of a run on this process, and write the first step's gradients to a safetensors file.
 
-    The rows of all data-parallel ranks and micro-batches of a step are read one after the other, on the device of the run.
+    The rows of all data-parallel ranks and micro-batches of a step run one after another, on the device of the run.
     """
     torch.set_num_threads(config.parallel.threads or os.cpu_count() or 1)
     device = torch.device(device_type(config.parallel.device))
@@ -58,10 +58,10 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
 
 
 def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, balance: float) -> float:
-    """Add the gradients of `factor` times the loss sum of a row, and of the balance loss of its experts `balance` times;
-    returns the loss sum.
+    """Accumulate the gradients of `factor` times a row's loss sum plus `balance` times its balance loss, and return the loss
+    sum.
 
-    For bf16 and fp16 a copy in that type computes, and its gradients are added to those of the fp32 weights.
+    In bf16 and fp16 a copy of the model in that dtype computes, and its gradients are added to those of the fp32 weights.
     """
     dtype, comm_dtype = config.dtype, config.parallel.comm_dtype
     if not DTYPES[dtype].mixed:
@@ -80,8 +80,8 @@ def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, 
 
 
 def loss_sum(model: Decoder, batch: Batch, comm_dtype: str | None = None, balance: float = 0.0) -> Tensor:
-    """Sum of the losses of a whole row, attention by plain SDPA within each document, to keys and values as `comm_dtype`
-    rounds them. Backward adds `balance` times the gradient of the experts' balance loss."""
+    """Return the loss sum of a whole row, with plain SDPA in each document. Keys and values are rounded to `comm_dtype`.
+    Backward adds `balance` times the gradient of the experts' balance loss."""
     device = next(model.parameters()).device
     tensors = {name: x.to(device) for name, x in batch.tensors().items()}
 
@@ -98,7 +98,7 @@ def loss_sum(model: Decoder, batch: Batch, comm_dtype: str | None = None, balanc
 
 
 def _routing(model: Decoder, batch: Batch, scale: float, device: torch.device) -> Routing | None:
-    """The whole row is here: no token is dead, and no other rank has any."""
+    """Return the routing of a whole row: no padding slots, and no group."""
     experts = model.config.experts
     if experts is None:
         return None
@@ -110,9 +110,9 @@ def _routing(model: Decoder, batch: Batch, scale: float, device: torch.device) -
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int], mask: str, parents: Sequence[int] = ()
 ) -> Tensor:
-    """Causal SDPA of each document alone, q `(B, H, S, D)`; "window-w" keeps the last `w` keys.
+    """Run causal SDPA in each document, q `(B, H, S, D)`, k and v `(B, K, S, D)`. Mask "window-w" keeps the last `w` keys.
 
-    A document with a parent runs as one sequence with it, of which its own part is kept.
+    A document with a parent is appended to it, and only its own output is kept.
     """
     window = window_of(mask)
     documents = list(zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True))
@@ -132,15 +132,15 @@ def attend_documents(
 
 
 def one_call(q: Tensor) -> bool:
-    """Whether SDPA has a kernel for a causal call that holds no scores: on CUDA fp32 lacks one for grouped heads, fp64 any."""
+    """Whether a causal SDPA call avoids the full score matrix. On CUDA no such kernel takes fp32 with GQA, or fp64."""
     return q.device.type == "cpu" or q.dtype.itemsize == 2
 
 
 def attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Iterator[Tensor]:
-    """SDPA of q `(B, H, n, D)`, the last n positions of k and v `(B, K, S, D)`, some queries at a time with the keys they see.
+    """Yield SDPA of q `(B, H, n, D)`, the last n positions of k and v `(B, K, S, D)`, in blocks of queries with visible keys.
 
-    A block of b queries has a mask of b x (b + window - 1). What its scores are is computed again in backward, so that no more
-    than a block's are ever held.
+    A block of b queries has a mask of b x (b + window - 1). Scores are recomputed in backward, so that only one block's
+    exist at a time.
     """
     num_q, num_k = q.shape[2], k.shape[2]
     block = max(1, min(BLOCK, SCORES // (q.shape[1] * min(num_k, BLOCK + window))))
@@ -155,8 +155,8 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Iterator[Tens
 
 
 def rounded(x: Tensor, comm_dtype: str | None) -> Tensor:
-    """`x (B, K, S, D)` with its elements rounded to bf16, or to fp8 (e4m3) under a power of two for every 32 of a row, which
-    brings the greatest to 256 or more. The gradient passes as if nothing had been rounded."""
+    """Round `x (B, K, S, D)` to bf16, or to fp8 (e4m3) with one power-of-two scale per 32 elements of a row, which scales
+    their maximum to 256 or more. The gradient is straight-through."""
     if comm_dtype is None:
         return x
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""A run cut to fewer layers and shorter rows, so that one rank can hold what it is verified against.
+"""Cut a run to fewer layers and shorter rows, so that its CP=1 baseline fits on one rank.
 
-Everything that CP changes stays: widths, heads, vocabulary, every kind of mask, all degrees, layout, route, kernel and types.
-What only repeats goes: layers of a mask that others have, and tokens beyond what shows each window.
+Kept is everything that CP affects: hidden size, heads, vocabulary, every kind of mask, degrees, layout, route, kernel, dtypes.
+Removed are repetitions: layers with the same mask, and tokens beyond those that show each window.
 """
 
 from typing import Any
@@ -12,13 +12,12 @@ from longspan.verify.verify_config import VerifyConfig
 
 
 def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
-    """The run with at most `cases.layers` layers and `cases.tokens` tokens a row; a cut run is cut to the same again.
+    """Return the run with `cases.layers` layers and `cases.tokens` tokens per row, where given. Idempotent.
 
-    Layers: the first of each window, then from the first on. Of a run that starts from a folder, the first weights are drawn
-    at random. Shorter rows are packed anew, without the manifest.
+    Kept are the first layer of each window, then the first others. A run with `init_from` starts from random weights if layers
+    are cut. Shorter rows are packed again, without the manifest.
 
-    Raises `SpecError`: more layers or tokens than there are, fewer layers than kinds of masks, or rows in which a window would
-    hide nothing.
+    Raises `SpecError`: more layers or tokens than the run has, fewer layers than kinds of masks, or rows that a window covers.
     """
     values: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
     model = model_config(config)
@@ -27,14 +26,15 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
     ):  # fmt: skip
         if asked is not None and asked > there:
             raise SpecError(
-                f"{name}={asked} cuts nothing: the run has {there}", hint=f"give at most {there}, or leave it out"
+                f"{name}={asked} cuts nothing: the run has {there} {name}",
+                hint=f"give at most {there}, or leave it out",
             )
     windows = model.windows or (None,) * model.num_layers
     if cases.layers is not None and cases.layers < model.num_layers:
         kinds = tuple(dict.fromkeys(windows))
         if cases.layers < len(kinds):
             raise SpecError(
-                f"{cases.layers} layers cannot have the {len(kinds)} kinds of masks of {model.num_layers}: windows {kinds}",
+                f"{cases.layers} layers are too few for the {len(kinds)} kinds of masks of {model.num_layers}: windows {kinds}",
                 hint=f"cut to at least {len(kinds)} layers",
             )
         first = [windows.index(window) for window in kinds]
@@ -47,7 +47,7 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
         hidden = [window for window in windows if window is not None and cases.tokens <= window < config.data.seq_len]
         if hidden:
             raise SpecError(
-                f"in rows of {cases.tokens} tokens a window of {max(hidden)} would hide nothing",
+                f"a window of {max(hidden)} would mask nothing in rows of {cases.tokens} tokens",
                 hint=f"cut to more than {max(hidden)} tokens",
             )
         data = config.data.model_dump() | {"seq_len": cases.tokens, "manifest": None}
@@ -58,7 +58,7 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
 
 
 def describe_cut(config: TrainConfig, cases: VerifyConfig) -> dict[str, tuple[int, int]]:
-    """What `cut` leaves and what there was, of "layers" and "seq_len"; without what is whole."""
+    """Return (after, before) of "layers" and "seq_len" for those that `cut` reduces."""
     left = cut(config, cases)
     sizes = {
         "layers": (model_config(left).num_layers, model_config(config).num_layers),

@@ -1,11 +1,11 @@
-"""Compare the two sides and give a verdict, with the tolerance of every figure.
+"""Compare the two sides and return a verdict, with a tolerance for every figure.
 
-fp64, fp32    losses, gradient norms and every gradient equal those of CP=1 to a fixed relative error
-bf16, fp16    the error against CP=1 in fp32 is at most twice that of CP=1 in the same type, plus rounding noise
-comm_dtype    the error against CP=1 is at most twice that of CP=1 with all keys and values rounded as on the wire, plus noise
+fp64, fp32    losses, gradient norms and every gradient equal those of CP=1 up to a fixed relative error
+bf16, fp16    the error against CP=1 in fp32 is at most twice that of CP=1 in the same dtype, plus rounding noise
+comm_dtype    the error against CP=1 is at most twice that of CP=1 with all keys and values rounded as in flight, plus noise
 
-Rounding errors of bf16 and fp16 are random: of a gradient their norm says more than the greatest, and what AdamW makes of them
-in later steps shows in the loss alone. So there a gradient's error is that of its norm, and the norm of all is the first step's.
+Rounding errors of bf16, fp16 and comm_dtype are random, so gradients are compared by the Euclidean norm, not by the maximum.
+Gradient norms are compared at the first step only: AdamW amplifies rounding, which later steps show in the loss.
 """
 
 import math
@@ -18,16 +18,16 @@ from longspan.train.train_config import TrainConfig
 from longspan.verify.evidence import Evidence
 
 EXACT = {"fp64": 1e-9, "fp32": 1e-4}
-"""Relative error allowed to a gradient, as a tensor: greatest difference over greatest entry. To losses and norms too."""
+"""Allowed relative error of losses, norms and gradients (of a gradient: greatest difference over greatest entry)."""
 
 NOISE = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
-"""Half the spacing of the type at 1: what two correct orders of summation may differ by, beyond twice the baseline's error."""
+"""Half the spacing of the dtype at 1: the tolerance beyond twice the baseline's error, for another order of summation."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One case. Errors are relative; `drift` is the loss's difference from CP=1 of the same type, step by step;
-    `inputs_equal` says that the ranks together gave the model CP=1's tokens, each with its position and label."""
+    """The result of one case. Errors are relative. `drift` is the loss error per step against CP=1 in the same dtype.
+    `inputs_equal`: the ranks together ran the tokens, positions and labels of CP=1."""
 
     cp: int
     layout: str
@@ -49,8 +49,8 @@ class Verdict:
 
 
 def judge(case: TrainConfig, seen: Evidence, baseline: Evidence, exact: Evidence) -> Verdict:
-    """`baseline` is CP=1 in the same type, its keys and values rounded if those of `case` are on the wire; `exact` is CP=1 in
-    at least fp32, unrounded (for fp64 and fp32 that is the baseline itself, unless it rounds)."""
+    """Judge the results of `case`. `baseline` is CP=1 in the same dtype, with keys and values rounded to the case's
+    comm_dtype. `exact` is CP=1 in at least fp32, unrounded (the baseline itself for fp64 and fp32 without comm_dtype)."""
     dtype, parallel = case.dtype, case.parallel
     equal = dtype in EXACT and parallel.comm_dtype is None
     judged, order = (None, math.inf) if equal else (1, 2)
@@ -66,9 +66,9 @@ def judge(case: TrainConfig, seen: Evidence, baseline: Evidence, exact: Evidence
         norm_tolerance = 2 * max(_errors(baseline.grad_norms, exact.grad_norms)[:judged]) + noise
         own = gradient_errors(baseline.read_gradients(), exact.read_gradients(), order)
         allowed = {name: 2 * error + noise for name, error in own.items()}
-    # A baseline that overflowed would allow anything: only what is finite passes.
+    # A baseline that overflowed would allow anything, so all tolerances must be finite.
     tolerances = (loss_tolerance, norm_tolerance, *allowed.values())
-    # The worst is the one that uses most of what it is allowed; a tensor that CP=1 lacks is allowed nothing.
+    # The worst gradient has the largest error relative to its tolerance, which is 0 for a tensor that CP=1 lacks.
     worst = max(gradients, key=lambda name: gradients[name] / allowed.get(name, 1e-300))
     return Verdict(
         cp=parallel.cp,
@@ -98,9 +98,9 @@ def judge(case: TrainConfig, seen: Evidence, baseline: Evidence, exact: Evidence
 def gradient_errors(
     seen: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], order: float = math.inf
 ) -> dict[str, float]:
-    """Norm of the difference over the norm, per parameter; infinite where one side has no such tensor.
+    """Return the norm of the difference over the norm, per parameter; infinite if one side lacks the tensor.
 
-    With `order` infinity: the greatest difference over the greatest entry; with 2: the Euclidean norms.
+    `order` infinity: greatest difference over greatest entry. `order` 2: Euclidean norms.
     """
     errors = {}
     for name in sorted(seen.keys() | right.keys()):

@@ -1,4 +1,4 @@
-"""The CP=N side: the training step itself, on real ranks, with its gradients gathered for comparison."""
+"""The CP=N side: the training step itself, on real ranks, with gradients gathered for comparison."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from longspan.verify.evidence import Evidence, digest_inputs, input_rows
 
 
 def replay_and_leave(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
-    """`run_replay`, for a process that is made for it."""
+    """Join a new world, call `run_replay`, and leave the world."""
     try:
         return run_replay(config, join(config), steps, gradients)
     finally:
@@ -40,7 +40,7 @@ def run_replay(config: TrainConfig, meshes: Meshes, steps: int, gradients: Path)
         given.append(input_rows(ids, keywords["position_ids"], keywords["labels"]))
 
     place = meshes.topology.coordinates(dist.get_rank())
-    if place["tp"] == place["pp"] == 0:  # the others of a TP or PP group are given the same
+    if place["tp"] == place["pp"] == 0:  # the other ranks of a TP or PP group get the same inputs
         step.stages[0].register_forward_pre_hook(note, with_kwargs=True)
     losses, norms, inputs = [], [], []
     for index in range(steps):

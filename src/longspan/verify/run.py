@@ -1,4 +1,4 @@
-"""`longspan verify`: CP=1 once for each type, then every degree and layout against it."""
+"""`longspan verify`: run CP=1 once per dtype, then compare every degree, layout and route with it."""
 
 import tempfile
 from collections.abc import Callable
@@ -20,11 +20,10 @@ from longspan.verify.verify_config import VerifyConfig, default_dtypes
 
 
 def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None] = lambda text: None) -> list[Verdict]:
-    """Run every case and return its verdict. `told` hears what is being run, for a progress display.
+    """Run every case and return its verdict. `told(text)` is called before each run, for a progress display.
 
-    Each side runs in processes of its own on this machine: one for CP=1, as many as all axes ask for in a case. A case that the
-    configuration does not allow raises before any is run. With `cases.layers` or `cases.tokens` all of them run the cut
-    configuration: see `cut`.
+    Each side runs in new processes on this machine: one for CP=1, the world size of all axes for a case. An invalid case
+    raises before any case runs. With `cases.layers` or `cases.tokens`, all sides run the cut configuration (see `cut`).
     """
     config = cut(config, cases)
     replays = [
@@ -66,18 +65,18 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
 
 
 def _route(config: TrainConfig, route: str) -> dict[str, Any]:
-    """The configuration's own route with its options, or another one without them."""
+    """Return the changes that set `route`: none for the configured route, else the route with its options reset."""
     if route == config.parallel.route:
         return {}
     return {"route": route, "inner": None, "heads_per_stage": None, "costs": None}
 
 
 def _rounded(comm_dtype: str | None) -> str:
-    return "" if comm_dtype is None else f", {comm_dtype} on the wire"
+    return "" if comm_dtype is None else f", {comm_dtype} in flight"
 
 
 class _Files:
-    """Names for gradient files."""
+    """Paths for gradient files."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._count = folder, 0
@@ -88,7 +87,7 @@ class _Files:
 
 
 def _with(record: Any, **changes: Any) -> Any:
-    """A checked copy of a frozen record with some fields changed."""
+    """Return a validated copy of a frozen record with some fields changed."""
     return type(record).model_validate(
         {**{name: getattr(record, name) for name in type(record).model_fields}, **changes}
     )

@@ -1,4 +1,4 @@
-"""What to verify: the degrees, layouts and types to compare with one rank, and for how many steps."""
+"""The cases of a verification: degrees, layouts, routes and dtypes to compare with CP=1, and the number of steps."""
 
 from typing import Annotated, TypeVar
 
@@ -12,19 +12,21 @@ T = TypeVar("T")
 
 def _check_some(values: tuple[T, ...]) -> tuple[T, ...]:
     if not values:
-        raise SpecError("nothing is given to compare with one rank", hint="give at least one, or leave it out")
+        raise SpecError(
+            "the list of values to verify is empty", hint="give at least one value, or leave the option out"
+        )
     return values
 
 
 def default_dtypes(dtype: Dtype, device_type: str) -> tuple[Dtype, ...]:
-    """The types in which to verify a run of type `dtype`: its own, and fp32, whose tolerance is small. On CPU fp64 too, whose
-    rounding hides nothing: there the same kernel computes it. On a GPU fp64 would verify a kernel that no run uses."""
+    """Return the dtypes in which to verify a run in `dtype`: the run's own, and fp32 for its small tolerance. On CPU also
+    fp64, which uses the same kernel and whose rounding hides nothing. On a GPU, fp64 uses a kernel that no run uses."""
     exact: tuple[Dtype, ...] = ("fp64",) if device_type == "cpu" else ()
     return tuple(dict.fromkeys((*exact, "fp32", dtype)))
 
 
 class VerifyConfig(BaseModel):
-    """The cases of a verification: every degree x layout x route x type x type on the wire."""
+    """The cases of a verification: every degree x layout x route x dtype x communication dtype."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -33,10 +35,10 @@ class VerifyConfig(BaseModel):
     routes: Annotated[tuple[RouteName, ...], AfterValidator(_check_some)] = ("ring",)
     comm_dtypes: Annotated[tuple[CommDtype | None, ...], AfterValidator(_check_some)] = (None,)
     dtypes: Annotated[tuple[Dtype, ...], AfterValidator(_check_some)] | None = None
-    """None: `default_dtypes` of the run."""
+    """Default: `default_dtypes` of the run."""
     steps: Positive = 2
-    """Optimizer steps to replay; gradients are compared at the first, losses and gradient norms at each."""
+    """Optimizer steps to replay. Gradients are compared at the first step, losses and gradient norms at every step."""
     layers: Positive | None = None
-    """Cut the model to this many layers, with every kind of mask; None: all."""
+    """Cut the model to this many layers, keeping every kind of mask. Default: all layers."""
     tokens: Annotated[int, Field(ge=2)] | None = None
-    """Cut rows to this many tokens, at least the 2 of one target; None: `data.seq_len`."""
+    """Cut rows to this many tokens. Default: `data.seq_len`."""
