@@ -56,10 +56,10 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "intermediate_size": 112}
 @click.option("--dp", default=1, show_default=True)
 @click.option("--pp", default=1, show_default=True)
 @click.option("--ep", default=1, show_default=True, help="Above 1, layers have experts.")
-@click.option("--replicas", default=1, show_default=True)
+@click.option("--dp-replicate", default=1, show_default=True)
 @click.option("--sp/--no-sp", default=True, show_default=True)
 @click.option("--route", default="ring", show_default=True)
-@click.option("--accumulation", default=2, show_default=True)
+@click.option("--gradient-accumulation-steps", default=2, show_default=True)
 @click.option("--seq-len", default=1024, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(seq_len: int, gradient_accumulation_steps: int, output: Path | None, **parallel: Any) -> None:

@@ -6,11 +6,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from longspan.advise import Costs
+from longspan.advise import Costs, Planner
 from longspan.bench.calibrate import measure
 from longspan.cli.main import main
 from longspan.errors import SpecError
-from longspan.plan import Layout, Mask, plan_attention
+from longspan.plan import Mask
 from tests.ranks import run_ranks
 
 
@@ -36,7 +36,7 @@ def test_costs_of_ranks_at_hand(P, tmp_path):
     assert [rows for rows, _ in found.tile_speed] == [128, 512, 2048]
     found.save(tmp_path / "costs.json")
     assert Costs.load(tmp_path / "costs.json") == found
-    plan = plan_attention(Layout.zigzag(64, 4), Mask.causal(64), "auto", (4, 4), costs=found)
+    plan = Planner(4, route="auto", heads=(4, 4), costs=found).plans({"full": Mask.causal(64)})[1]["full"]
     assert found.source in plan.reason
 
 
