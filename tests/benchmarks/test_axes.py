@@ -15,7 +15,7 @@ def test_the_table_and_the_record(tmp_path):
     """A block of width 128 has 128 x (128 + 32 + 32 + 128 + 3 x 448 + 2) elements, the root 2 x 512 x 128 + 128; a rank sends its
     half of the blocks twice and of the root once, and of their gradients once."""
     half, root = 4 * 128 * 1666 // 2, (2 * 512 * 128 + 128) // 2
-    arguments = ["--tp", "1", "--cp", "1", "--dp", "2", "--accumulation", "1", "--seq-len", "32"]
+    arguments = ["--tp", "1", "--cp", "1", "--dp", "2", "--gradient-accumulation-steps", "1", "--seq-len", "32"]
     result = CliRunner().invoke(main, [*arguments, "--json", str(tmp_path / "axes.json")], catch_exceptions=False)
     assert result.exit_code == 0
     found = json.loads((tmp_path / "axes.json").read_text())["traffic"]
