@@ -9,6 +9,7 @@ _STARTS_RANKS = {
 """Names in a test's module by which it starts processes: ranks of a world, or a command."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and _STARTS_RANKS & vars(item.module).keys():
