@@ -1,18 +1,35 @@
-"""Under pytest-xdist, tests that start processes run one after the other in one worker; all others share the other workers."""
+"""How pytest-xdist shares out the tests: those that start processes in two chains, every other test where there is room."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+from xdist.scheduler import LoadScopeScheduling
 
-_STARTS_RANKS = {
-    "run_ranks", "own_ranks", "share_out", "launch", "run_step", "run_on_ranks", "check_in_memory", "check_through",
-    "check_cases", "subprocess", "CliRunner", "verify", "replay_on_ranks",
-}  # fmt: skip
-"""Names in a test's module by which it starts processes: ranks of a world, or a command."""
+_STARTS_PROCESSES = (
+    "run_ranks", "own_ranks", "share_out", "run_step", "run_on_ranks", "check_in_memory", "check_through", "check_cases",
+    "launch(", "subprocess", "CliRunner", "replay_on_ranks",
+)  # fmt: skip
+"""Words of a test file that starts processes: ranks of a world, or a command."""
+_RUNS = ("tests/train/", "tests/verify/", "tests/cli/", "tests/benchmarks/", "tests/advise/")
+"""Folders whose tests start whole runs: a chain of their own."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if isinstance(item, pytest.Function) and _STARTS_RANKS & vars(item.module).keys():
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-    # The one long group first: the other workers fill the time beside it.
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    return _Chains(config, log)
+
+
+class _Chains(LoadScopeScheduling):
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.split("::")[0]
+        if not _starts_processes(self.config.rootpath / file):
+            return nodeid
+        return "runs" if file.startswith(_RUNS) else "ranks"
+
+
+@cache
+def _starts_processes(path: Path) -> bool:
+    text = path.read_text()
+    return any(word in text for word in _STARTS_PROCESSES)

@@ -59,7 +59,7 @@ def matrix(P: int, lengths) -> list[Case]:
             for name in LAYOUTS_WITHOUT_MASKS:
                 for slots in (None, -(-S // P) + 3):
                     for heads in ((4, 4), (4, 2), (4, 1)):
-                        turn = len(cases)
+                        turn = len(cases) + number  # so that every mask meets the layouts with other options
                         layout = Layout.named(name, S, P, slots)
                         cases.append(Case(layout, mask, heads, 1 + turn % 5 % 2, ("sdpa", "reference")[turn % 2]))
             layout = Layout.balanced(mask, P, (None, -(-S // P) + 3)[number % 2])
@@ -79,14 +79,18 @@ def routed(route: str, inner: int | None, P: int, S: int, every_layout: bool = T
     heads = [some for some in HEADS if carries(route, P, inner, some)]
     cases = []
     for number, mask in enumerate(masks_of(S)):
-        for name in LAYOUTS if every_layout else (LAYOUTS[number % len(LAYOUTS)],):
-            turn = len(cases)
+        for index, name in enumerate(LAYOUTS if every_layout else (LAYOUTS[number % len(LAYOUTS)],)):
+            turn = 7 * number + index  # so that every mask meets the layouts with other options
             layout = Layout.named(name, S, P, (None, -(-S // P) + 3)[turn % 2], masks=[mask])
             kernel = ("sdpa", "reference")[turn // 2 % 2]
-            cases.append(Case(layout, mask, heads[turn % len(heads)], 1 + turn % 5 % 2, kernel, 8, route, inner))
+            cases.append(Case(layout, mask, heads[turn % len(heads)], 1 + turn // 3 % 2, kernel, 8, route, inner))
     for values in (LAYOUTS, heads, ("sdpa", "reference"), (True, False)):
         met = {v for c in cases for v in (c.layout.name, c.heads, c.kernel, c.layout.slots is None)}
         assert met >= set(values), f"{route} {inner} of {P} never meets {set(values) - met}"
+    for name in LAYOUTS if every_layout else ():
+        own = [c for c in cases if c.layout.name == name]
+        for options in ({c.layout.slots is None for c in own}, {c.kernel for c in own}, {c.batch for c in own}):
+            assert len(options) == 2, f"{route} {inner} of {P}: layout {name} meets {options} alone"
     return cases
 
 

@@ -4,7 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.plan.strategies import DEGREES, INNER_HEADS, OUTER_HEADS, carries, factored, inners_of, layout_and_mask
+from tests.plan.strategies import (
+    DEGREES,
+    INNER_HEADS,
+    NAMES,
+    OUTER_HEADS,
+    carries,
+    factored,
+    inners_of,
+    layout_and_mask,
+)
 from tests.ranks import run_ranks
 
 from .cases import HEADS, Case, check_cases, check_in_memory, matrix, routed
@@ -16,7 +25,7 @@ LENGTHS = {1: 19, 2: 23, 3: 25, 4: 37, 5: 33, 6: 41, 8: 43}
 @pytest.mark.parametrize("P", [2, 3, 4])
 def test_matrix_over_gloo(P):
     cases = matrix(P, [LENGTHS[P]])
-    assert len(cases) == 9 * (3 * 2 * 3 + 1)
+    assert len(cases) == 9 * (len(NAMES) * 2 * 3 + 1)
     assert run_ranks(P, check_cases, cases) == [len(cases)] * P
 
 

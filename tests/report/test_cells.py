@@ -5,7 +5,8 @@ import pytest
 
 from longspan.plan import Layout, Mask, Plan, plan_attention
 from longspan.report.cells import HIDDEN, cell_edges, cell_map, even_cells, owner_map
-from tests.report.plans import LAYOUTS, LEVELS, MASKS, groups, make, owners
+from tests.plan.strategies import NAMES as LAYOUTS
+from tests.report.plans import LEVELS, MASKS, groups, make, owners
 
 
 def most(amounts: np.ndarray, turn: int) -> int:

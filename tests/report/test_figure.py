@@ -12,7 +12,8 @@ from longspan.names import ROUTES
 from longspan.plan import Layout, Mask
 from longspan.report import describe, draw_figure, save_figure
 from longspan.report.figure import _corner_bands
-from tests.report.plans import LAYOUTS, LEVELS, make
+from tests.plan.strategies import NAMES as LAYOUTS
+from tests.report.plans import LEVELS, make
 
 
 @pytest.mark.parametrize(

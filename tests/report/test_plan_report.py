@@ -10,7 +10,8 @@ import pytest
 from longspan.errors import SpecError
 from longspan.plan import Mask, Plan
 from longspan.report import PlanReport, RankReport, StepReport, describe
-from tests.report.plans import LAYOUTS, LEVELS, MASKS, groups, make, owners
+from tests.plan.strategies import NAMES as LAYOUTS
+from tests.report.plans import LEVELS, MASKS, groups, make, owners
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

@@ -11,7 +11,8 @@ from longspan.names import ROUTES
 from longspan.plan import Layout, Mask, Plan
 from longspan.report import describe, plan_table, print_plan
 from longspan.report.palette import rank_colors, rank_symbol
-from tests.report.plans import LAYOUTS, make
+from tests.plan.strategies import NAMES as LAYOUTS
+from tests.report.plans import make
 
 
 def drawn(plan: Plan, color: bool = False, encoding: str = "utf-8") -> str:
