@@ -13,6 +13,7 @@ from longspan.data import DataConfig, FitConfig, Loader, TokenStore, open_store,
 from longspan.data.manifest import Counted, Counts, Pack, flat, read_table
 from longspan.data.packing import Piece
 from longspan.errors import DataError
+from longspan.names import RENAMED
 
 COUNTED = Counted(
     cp=2, layout="zigzag", route="ring", inner=None, ranks_per_node=None, comm_dtype=None, pad_to_multiple_of=None,
@@ -269,3 +270,21 @@ def test_a_name_that_is_no_text(tmp_path: Path) -> None:
     (row,) = pq.read_table(tmp_path / "rows.parquet").to_pylist()
     assert row["documents"][0]["source"].endswith("na\\udcefve.txt")
     assert np.array_equal(next(loader_of(store, manifest=read_manifest(tmp_path / "rows.parquet"))).lengths, [9])
+
+
+def test_a_manifest_with_the_keys_of_before_is_read(store: TokenStore, tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    write(path, store)
+    table = pq.read_table(path)
+    text = table.schema.metadata[b"longspan"].decode()
+    for old in ("row_tokens", "wire_dtype", "slots_multiple_of"):
+        assert f'"{RENAMED[old]}"' in text
+        text = text.replace(f'"{RENAMED[old]}"', f'"{old}"')
+    pq.write_table(table.replace_schema_metadata({b"longspan": text.encode()}), path)
+    _, about = read_table(path, ["tokens"])
+    assert about["stream"]["seq_len"] == 20
+    assert about["counted"]["comm_dtype"] is None
+    again = loader_of(store, manifest=read_manifest(path))
+    assert [next(again).digest() for _ in range(3)] == [
+        next(loader).digest() for loader in [loader_of(store)] for _ in range(3)
+    ]

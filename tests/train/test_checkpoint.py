@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longspan.errors import CheckpointError, DataError, SpecError
 from longspan.model import Decoder, load_pretrained
+from longspan.names import RENAMED
 from longspan.train import checkpoint
 from longspan.train.axes import topology_of
 from longspan.train.model import make_model
@@ -423,3 +424,18 @@ def test_a_run_that_diverges_ends_with_an_error(folder: Path) -> None:
     for name, text in run_ranks(2, raised_by_a_run, config):
         assert name == "DivergedError"
         assert "the run has diverged" in text
+
+
+def test_a_checkpoint_with_the_keys_of_before_is_read(folder: Path) -> None:
+    """Keys of the loader's state and of the model that have other names now."""
+    through, _ = stop_and_go(folder, "old-keys", {}, dtype="fp64")
+    again = make_config(folder, run_dir=str(folder / "old-keys-again"), resume=True, **(CHANGES | {"dtype": "fp64"}))
+    step = again.run_dir / "checkpoints" / "step-00000003"
+    shutil.copytree(through.run_dir / "checkpoints" / "step-00000003", step)
+    text = (step / "run.json").read_text()
+    for old in ("row_tokens", "width", "ffn_width"):
+        assert f'"{RENAMED[old]}"' in text
+        text = text.replace(f'"{RENAMED[old]}"', f'"{old}"')
+    (step / "run.json").write_text(text)
+    train(again)
+    assert metrics(again) == {step: loss for step, loss in metrics(through).items() if step > 3}
