@@ -2,7 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup
+# One thread a worker: three workers and their ranks share the cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 MUTANTS ?= 'longspan.plan.ring*' 'longspan.plan.arguments*' 'longspan.cp.engine.merge*'
 
 .PHONY: demo test quick nightly coverage mutants check format clean

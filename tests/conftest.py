@@ -24,7 +24,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 class _Chains(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        if not _starts_processes(self.config.rootpath / file):
+        if not _starts_processes(self.config.rootpath / file) or (
+            file.startswith("tests/kernels/") and "matrix" not in nodeid
+        ):
             return nodeid
         return "runs" if file.startswith(_RUNS) else "ranks"
 
