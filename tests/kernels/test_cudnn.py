@@ -14,7 +14,7 @@ from longspan.kernels.scores import ScoreChange
 from tests.cp.cases import THROUGH, check_through
 
 from .test_sdpa import FlashOnCuda, tensors
-from .tiles import EACH, PRECISION, TILES, check_kernel, wide
+from .tiles import PRECISION, TILES, check_kernel, every_tile, wide
 
 KERNEL = CudnnKernel()
 
@@ -84,8 +84,7 @@ class OnThisMachine(CudnnKernel):
         return None
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("kind", "heads"), EACH)
+@every_tile((torch.bfloat16, torch.float16))
 def test_every_tile(monkeypatch, kind, heads, dtype):
     monkeypatch.setattr(cudnn, "aten", stand_in := CudnnOnCuda())
     check_kernel(KERNEL, TILES[kind], heads, dtype, PRECISION[dtype])

@@ -22,7 +22,7 @@ from tests.oracle import dense_attention, make_inputs, relative_error
 from tests.ranks import run_ranks
 
 from .test_sdpa import CUDA, FOLLOWING, FlashOnCuda, check_joined, join_tiles, some_tiles, tensors
-from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen, wide
+from .tiles import HEADS, PRECISION, TILES, check_kernel, every_tile, make_tile, seen, wide
 
 KERNEL = EfficientKernel()
 INF, NAN = float("inf"), float("nan")
@@ -154,8 +154,7 @@ def on_this_machine():
         yield
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("kind", "heads"), EACH)
+@every_tile((torch.float32, torch.bfloat16))
 def test_every_tile(operators, kind, heads, dtype):
     check_kernel(KERNEL, TILES[kind], heads, dtype, PRECISION[dtype])
     assert len({name for name, _ in operators.calls}) == 2

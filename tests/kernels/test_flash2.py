@@ -20,7 +20,7 @@ from tests.cp.cases import THROUGH, check_through
 from tests.oracle import make_inputs, relative_error
 
 from .test_sdpa import FOLLOWING, join_tiles
-from .tiles import EACH, PRECISION, TILES, check_kernel, make_tile, wide
+from .tiles import PRECISION, TILES, check_kernel, every_tile, make_tile, wide
 
 KERNEL = FlashAttention2Kernel()
 
@@ -188,8 +188,7 @@ def interface(monkeypatch):
     return stand_in
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("kind", "heads"), EACH)
+@every_tile((torch.bfloat16, torch.float16))
 def test_every_tile(interface, kind, heads, dtype):
     check_kernel(KERNEL, TILES[kind], heads, dtype, PRECISION[dtype])
     assert set(interface.calls) == {"forward", "backward"}

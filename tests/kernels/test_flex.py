@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 
 from .test_scores import CHANGES, MASKS, check_changed
 from .test_sdpa import FOLLOWING, join_tiles, tensors
-from .tiles import EACH, PRECISION, TILES, check_kernel, make_tile, wide
+from .tiles import PRECISION, TILES, check_kernel, every_tile, make_tile, wide
 
 KERNEL, CPU = FlexKernel(), torch.device("cpu")
 BLOCK = 128
@@ -159,8 +159,7 @@ def test_the_oracle_matrix(P, routes):
     check_through(on_this_machine, "flex", P, routes)
 
 
-@pytest.mark.parametrize("dtype", list(PRECISION), ids=str)
-@pytest.mark.parametrize(("kind", "heads"), EACH)
+@every_tile()
 def test_every_tile(stand_in, kind, heads, dtype):
     check_kernel(KERNEL, TILES[kind], heads, dtype, PRECISION[dtype])
     assert stand_in.calls == ["plain"] * 2 + ["differentiated"] * 2

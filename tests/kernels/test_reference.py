@@ -5,13 +5,12 @@ import torch
 
 from longspan.kernels.reference import ReferenceKernel
 
-from .tiles import EACH, PRECISION, TILES, check_kernel
+from .tiles import PRECISION, TILES, check_kernel, every_tile
 
 KERNEL = ReferenceKernel()
 
 
-@pytest.mark.parametrize("dtype", list(PRECISION), ids=str)
-@pytest.mark.parametrize(("kind", "heads"), EACH)
+@every_tile()
 def test_every_tile(kind, heads, dtype):
     check_kernel(KERNEL, TILES[kind], heads, dtype, PRECISION[dtype])
 

@@ -21,14 +21,13 @@ from longspan.plan import bands as algebra
 from tests.cp.cases import THROUGH, check_through
 
 from ..oracle import make_inputs, relative_error
-from .tiles import EACH, HEADS, PRECISION, TILES, check_kernel, make_tile, seen, wide
+from .tiles import HEADS, PRECISION, TILES, check_kernel, every_tile, make_tile, seen, wide
 
 KERNEL = SdpaKernel()
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
-@pytest.mark.parametrize("dtype", list(PRECISION), ids=str)
-@pytest.mark.parametrize(("kind", "heads"), EACH)
+@every_tile()
 def test_every_tile_on_cpu(kind, heads, dtype):
     check_kernel(KERNEL, TILES[kind], heads, dtype, PRECISION[dtype])
 

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import pytest
 import torch
 
 from longspan.cp.engine.merge import accumulation_dtype, merge_
@@ -122,4 +123,12 @@ PRECISION = {
     torch.bfloat16: (2**-7, 2**-5),
     torch.float16: (2**-10, 2**-8),
 }
-EACH = list(itertools.product(TILES, HEADS))
+
+
+def every_tile(dtypes=tuple(PRECISION)) -> pytest.MarkDecorator:
+    """Each tile in each type, with head layouts taking turns; every head layout of each, nightly."""
+    cases = []
+    for (index, kind), (turn, dtype), (number, heads) in itertools.product(*map(enumerate, (TILES, dtypes, HEADS))):
+        marks = () if number == (index + turn) % len(HEADS) else pytest.mark.nightly
+        cases.append(pytest.param(kind, heads, dtype, marks=marks, id=f"{kind}-{heads}-{dtype}"))
+    return pytest.mark.parametrize(("kind", "heads", "dtype"), cases)
