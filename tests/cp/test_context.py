@@ -28,7 +28,7 @@ def opened(cp, mask, ids=None):
         (
             {"comm_dtype": torch.float16},
             "comm_dtype 'torch.float16' is not known\n\n"
-            "hint: choose one of bf16, fp8, or leave it out to send rows as they are",
+            "hint: choose one of bf16, fp8, or leave comm_dtype out to send rows in their own dtype",
         ),
         (
             {"route": "ulysses"},
@@ -346,7 +346,7 @@ def test_routes_of_two_levels_on_a_mesh_of_two_axes():
             ),
             (
                 "SpecError",
-                "ulysses degree 4 does not divide 2 query heads (of 4, tp=2 has taken its share) (2 KV heads)\n\n"
+                "ulysses degree 4 does not divide 2 query heads (4 before tp=2) (2 KV heads)\n\n"
                 "hint: use a ulysses degree of 1 or 2; lower tp; "
                 'keep 4 ranks by route="usp" with inner=2 (ulysses inside, ring outside); or route="ring"',
             ),

@@ -46,12 +46,12 @@ WRONG = {
     ),
     "ulysses after tp": (
         Topology(dp=1, tp=4, cp=4), SHAPE, {"route": "ulysses"},
-        "ulysses degree 4 does not divide 2 query heads (of 8, tp=4 has taken its share) (1 KV heads)\n\nhint: use a ulysses "
+        "ulysses degree 4 does not divide 2 query heads (8 before tp=4) (1 KV heads)\n\nhint: use a ulysses "
         'degree of 1 or 2; lower tp; keep 4 ranks by route="usp" with inner=2 (ulysses inside, ring outside); or route="ring"',
     ),
     "usp after tp": (
         Topology(dp=1, tp=4, cp=8), SHAPE, {"route": "usp", "inner": 4},
-        "inner ulysses degree 4 does not divide 2 query heads (of 8, tp=4 has taken its share) (1 KV heads)\n\n"
+        "inner ulysses degree 4 does not divide 2 query heads (8 before tp=4) (1 KV heads)\n\n"
         'hint: set inner=1 or 2; lower tp; or route="ring"',
     ),
     "inner": (
