@@ -205,7 +205,7 @@ def test_heads_stay_within_a_node_where_inner_is_chosen() -> None:
         ),
         (
             ("--route", "auto", "--costs", "costs.json"),
-            "error: cannot read costs.json: No such file or directory\n\nhint: longspan bench calibrate writes one\n",
+            "error: cannot read costs.json: No such file or directory\n\nhint: longspan bench calibrate writes such a file\n",
         ),
         (
             ("--window", "0"),

@@ -36,7 +36,7 @@ def opened(cp, mask, ids=None):
         ),
         (
             {"route": "auto", "inner": 2},
-            "inner=2 does not apply to route 'auto', which chooses it\n\nhint: leave inner out",
+            "inner=2 does not apply to route 'auto', which chooses the inner degree\n\nhint: leave inner out",
         ),
         ({"inner": 2}, "inner=2 does not apply to route 'ring', which has one level\n\nhint: leave inner out"),
         (

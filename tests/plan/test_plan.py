@@ -238,7 +238,8 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), comm_dtype="int4"),
-            "comm_dtype 'int4' is not known\n\nhint: choose one of bf16, fp8, or leave comm_dtype out to send rows in their own dtype",
+            "comm_dtype 'int4' is not known\n\nhint: choose one of bf16, fp8, "
+            "or leave comm_dtype out to send rows in their own dtype",
         ),
         (lambda: PLAN.area(2), "rank 2 is not one of the 2 ranks 0..1"),
         (lambda: PLAN.rank_plan(-1), "rank -1 is not one of the 2 ranks 0..1"),
