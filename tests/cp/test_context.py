@@ -73,10 +73,10 @@ def test_masks_over_other_numbers_of_tokens():
     with pytest.raises(SpecError) as error:
         opened(cp, {"full": Mask.causal(8), "window": Mask.causal(9, window=2)})
     assert str(error.value) == (
-        "masks over different numbers of tokens: {'full': 8, 'window': 9}\n\n"
-        "hint: make all masks of a batch over the same tokens"
+        "the masks of a batch cover different numbers of tokens: {'full': 8, 'window': 9}\n\n"
+        "hint: give masks with the same seq_len"
     )
-    with pytest.raises(SpecError, match=r"masks over different numbers of tokens: \{\}"):
+    with pytest.raises(SpecError, match=r"the masks of a batch cover different numbers of tokens: \{\}"):
         opened(cp, {})
 
 
@@ -167,7 +167,7 @@ def test_shard_fills_dead_slots_by_name():
     assert second["input_ids"] == [[12, 13, 14, 15, 0, 0]]
     assert second["labels"] == [[13, 14, 15, 16, -100, -100]]
     assert (first_grad, second_grad) == ([[0, 1, 6, 7, 0, 0]], [[2, 3, 4, 5, 0, 0]])
-    hint = "\n\nhint: give the global tensor; this one may be sharded already, or have its sequence in another dim"
+    hint = "\n\nhint: give the global tensor; this tensor may be sharded already, or have its sequence in another dim"
     assert refusals == (
         ("SpecError", f"dim 1 of a tensor of shape (1, 6) has 6 rows; the sequence has 8 tokens{hint}"),
         ("SpecError", f"dim 0 of a tensor of shape (32, 4) has 32 rows; the sequence has 8 tokens{hint}"),
@@ -255,8 +255,8 @@ def test_ranks_that_differ_are_named_on_all(masks, ids, how, named):
 def test_a_sequence_that_one_rank_cannot_lay_out_is_an_error_on_all():
     wrong = {"full": CAUSAL, "window": Mask.causal(11)}
     text = (
-        "masks over different numbers of tokens: {'full': 12, 'window': 11}\n\n"
-        "hint: make all masks of a batch over the same tokens"
+        "the masks of a batch cover different numbers of tokens: {'full': 12, 'window': 11}\n\n"
+        "hint: give masks with the same seq_len"
     )
     errors = [error for error, _ in run_ranks(3, _disagree, [CAUSAL, CAUSAL, wrong], [IDS] * 3, [{}] * 3)]
     assert errors == [("DisagreementError", f"rank 2 failed: {text}")] * 2 + [("SpecError", text)]

@@ -181,7 +181,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_moves():
         )
         assert "shapes, types, scales or changes of scores" in texts[1]
         assert f"x (1, 5, 12): rank {rank} of the plan holds 6 of 12 tokens" in texts[2]
-        assert "projection q is (32, 12) torch.float64" in texts[3]
+        assert ", not (32, 12) torch.float64 on cpu: x is (" in texts[3]
         assert (
             texts[4]
             == "projected_attention was given a plan of route 'ulysses'\n\nhint: make the plan with route=\"upipe\""

@@ -236,7 +236,8 @@ def _check_buffers(
             raise SpecError(f"buffer {index} is a {type(buffer).__name__}, not a tensor")
         if buffer.requires_grad:
             raise SpecError(
-                f"buffer {index} of shape {tuple(buffer.shape)} requires a gradient, but would get only the gradient of this rank's shard",
+                f"buffer {index} of shape {tuple(buffer.shape)} requires a gradient, but "
+                "would get only the gradient of a shard",
                 hint="give x.detach() and call requires_grad_() inside; or shard x by DropIn.shard instead",
             )
         if not -buffer.ndim <= dim < buffer.ndim:

@@ -31,7 +31,7 @@ def mask_of_dense(attn_mask: torch.Tensor, seq_len: int, expected: Mask | None =
     shape = tuple(attn_mask.shape)
     if len(shape) < 2 or any(size not in (1, seq_len) for size in shape[-2:]):
         raise SpecError(
-            f"attn_mask must be (..., {seq_len}, {seq_len}), the pairs of the global sequence, not {shape}",
+            f"attn_mask must have shape (..., {seq_len}, {seq_len}), the pairs of the global sequence, not {shape}",
             hint="give the mask of the global sequence and leave the mask out of buffers, or set is_causal=True",
         )
     runs = _seen(attn_mask).expand(seq_len, seq_len)
