@@ -89,7 +89,7 @@ def test_a_mask_may_hide_everything():
         (
             lambda: Mask.bands(8, [(0, 8, 0, 8, 0, None), (4, 8, 2, 8, 0, 3)]),
             "bands (0, 8, 0, 8, 0, 7) and (4, 8, 2, 8, 0, 3) (q_start, q_stop, k_start, k_stop, lo, hi) share a "
-            "query-key pair\n\nhint: make the bands disjoint: cut one where the other begins",
+            "query-key pair\n\nhint: make the bands disjoint: end one band where the other begins",
         ),
         (
             lambda: Mask.bands(8, [(0, 9, 0, 8, None, None)]),

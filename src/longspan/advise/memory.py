@@ -89,7 +89,7 @@ class Budget:
     """Rows per optimizer step."""
     seq_len: int
     num_parameters: int
-    """Elements of the whole model."""
+    """Elements of the complete model, before sharding."""
     micro_batches: int
     """Micro-batches per optimizer step on each rank."""
     slots: int
@@ -190,7 +190,7 @@ class _Weight:
 def _stage(run: RunShape, kept: Activations, pp_rank: int) -> StageBudget:
     rank, wide = run.topology.groups("tp-dp-cp")[pp_rank][0], run.wide_itemsize
     elements, parts = sum(shard_sizes(run, rank).values()), run.stages_of(pp_rank)
-    gathered, unreduced = _whole(run, parts, elements)
+    gathered, unreduced = _unsharded(run, parts, elements)
     activations, head, flying = _activations(run, kept, parts, pp_rank)
     return StageBudget(
         pp_rank=pp_rank,
@@ -208,7 +208,7 @@ def _stage(run: RunShape, kept: Activations, pp_rank: int) -> StageBudget:
     )
 
 
-def _whole(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
+def _unsharded(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
     """Return (bytes of gathered weights, bytes of gradients that are not reduced yet)."""
     narrow, wide = run.itemsize, run.wide_itemsize
     if run.wrapper == "ddp":

@@ -95,7 +95,7 @@ class Flight:
                 except CommError:
                     raise
                 except RuntimeError as error:
-                    # Some backends return one work for the whole batch.
+                    # Some backends return a single work for all messages.
                     one_each = len(self.works) == len(self.peers)
                     raise _lost(self.peers[index : index + 1] if one_each else self.peers, error) from error
         call.flew(self.start)

@@ -36,7 +36,7 @@ def attention(
       heads that this rank computed, as for any replicated parameter.
     - `softcap` c: replaces a score s by `c tanh(s / c)`.
     - `alibi` `(H,)`: subtracts `alibi[h] |i - j|` from a score after the soft-cap, i and j on the global token axis. On
-      CUDA `flex` supports both and `flash2` a soft-cap. Otherwise the slow reference kernel computes them.
+      CUDA, `flex` supports `softcap` and `alibi`, and `flash2` supports `softcap`; otherwise the slow reference kernel runs.
 
     Collective: every rank of the group makes the same calls, forward and backward. Raises `SpecError` before any
     exchange if the tensors do not fit the plan, `DisagreementError` if ranks differ, and `CommError` if a peer is lost

@@ -2,7 +2,7 @@
 
     CPU    `_scaled_dot_product_flash_attention_for_cpu`: full, causal for square tiles, or an additive mask, which is slow
     CUDA   `_flash_attention_forward`: full, causal and bands (a window aligned to the bottom right). FlashAttention-2 on every
-           device, Hopper included, unless the program activated another (`activate_flash_attention_impl`)
+           device, also on Hopper, unless the program activated another (`activate_flash_attention_impl`)
 
 Both operators take grouped heads. Tests compare each mode with plain math, and the CUDA calls through a stand-in.
 """

@@ -22,8 +22,8 @@ UNBOUNDED = 1 << 60
 def trim(bands: Array) -> tuple[Array, Array]:
     """Shrink bands `(n, 6)` to the rows and columns with a pair, and drop empty bands. Returns (bands kept, their indices).
 
-    Row `i` sees keys `i - hi .. i - lo`, so rows outside `[k0 + lo, k1 + hi)` see nothing; the same holds for columns.
-    One pass suffices: no remaining row loses a key when the columns shrink.
+    Row `i` sees keys `i - hi .. i - lo`, so rows outside `[k0 + lo, k1 + hi)` see nothing. Column `j` is seen by rows
+    `j + lo .. j + hi`. One pass suffices: no remaining row loses a key when the columns shrink.
     """
     q0, q1, k0, k1, lo, hi = bands.T
     q0, q1 = np.maximum(q0, k0 + lo), np.minimum(q1, k1 + hi)
@@ -62,8 +62,9 @@ def blocks(bands: Array, size: int = 128) -> Array:
 def merge(tiles: Array, group: Array) -> tuple[Array, Array]:
     """Join trimmed, disjoint tiles `(n, 6)` of the same group `(n,)` whose union is one band.
 
-    Two tiles are joined iff the band around both (hull of the ranges, widest diagonals) holds no other pair, that is,
-    iff its area is the sum of theirs. Neighbours are tried along the keys, then along the queries, until none join:
+    Two tiles are joined iff the band around the two tiles (hull of the ranges, widest diagonals) holds no other pair,
+    that is, iff the area of this band is the sum of the tiles' areas. Neighbours are tried along the keys, then along the
+    queries, until none join:
 
         [causal .     ]        zigzag's own step: a causal tile, a rectangle below it
         [full   causal]   ->   and a causal tile are one causal tile

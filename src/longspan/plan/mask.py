@@ -49,7 +49,7 @@ class Mask:
     def documents(cls, lengths: Sequence[int] | Array, causal: bool = True, window: int | None = None) -> Self:
         """Pack documents that do not see each other. `seq_len` is the sum of `lengths`; lengths of zero are allowed.
 
-        A window `w` keeps keys less than `w` tokens away: before the query if causal, else on both sides.
+        With a window `w`, a query sees only keys less than `w` tokens away: before the query if causal, else on both sides.
         """
         if window is not None and whole("window", window) < 1:
             raise SpecError(
@@ -101,7 +101,7 @@ class Mask:
             first, second = (tuple(mask.array[index].tolist()) for index in pair)
             raise SpecError(
                 f"bands {first} and {second} (q_start, q_stop, k_start, k_stop, lo, hi) share a query-key pair",
-                hint="make the bands disjoint: cut one where the other begins",
+                hint="make the bands disjoint: end one band where the other begins",
             )
         return mask
 

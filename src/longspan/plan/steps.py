@@ -78,9 +78,9 @@ class Transfer:
 class Step:
     """The tiles on one buffer of `rows` KV rows from `source`, filled by `recv` (None for the own shard or no rows).
 
-    `held` is the ranges of slots on `source` that the rows come from. Backward moves keys and values the same way.
+    `held`: the slot ranges on `source` that the rows come from. Backward moves keys and values the same way.
     Partial gradients of the buffer arrive from the previous rank (`grad_recv`) and go on to the next (`grad_send`); the
-    last rank that adds to them sends them to the owner (`home_send`).
+    last rank that adds to these gradients sends them to the owner (`home_send`).
     """
 
     source: int

@@ -72,7 +72,7 @@ class RankReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The whole plan. Bytes are bytes sent per batch row, for all heads, or for one KV head if `heads` is None.
+    """All ranks of a plan. Bytes are bytes sent per batch row, for all heads, or for one KV head if `heads` is None.
 
     A plain ring sends every shard to every rank: `plain_ring_rows` is `seq_len * (ranks - 1)` in one forward, and
     `plain_ring_bytes` is the bytes of these rows in the inputs' dtype. `rows_relative` is `rows_sent / plain_ring_rows`,
