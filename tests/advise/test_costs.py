@@ -37,7 +37,7 @@ def test_a_file_that_holds_something_else(tmp_path, text, told):
     with pytest.raises(SpecError) as error:
         Costs.load(path)
     assert told in str(error.value)
-    assert str(error.value).endswith("\n\nhint: longspan bench calibrate writes one")
+    assert str(error.value).endswith("\n\nhint: longspan bench calibrate writes such a file")
 
 
 def test_a_file_that_does_not_exist(tmp_path):

@@ -90,12 +90,12 @@ LAYOUT = Layout.zigzag(8, 2)
         (
             lambda: shard(torch.zeros(2, 4), LAYOUT, 0, 1),
             "dim 1 of a tensor of shape (2, 4) has 4 rows; the sequence has 8 tokens\n\n"
-            "hint: give the global tensor; this one may be sharded already, or have its sequence in another dim",
+            "hint: give the global tensor; this tensor may be sharded already, or have its sequence in another dim",
         ),
         (
             lambda: shard(torch.zeros(32, 8), LAYOUT, 0, -2),
             "dim -2 of a tensor of shape (32, 8) has 32 rows; the sequence has 8 tokens\n\n"
-            "hint: give the global tensor; this one may be sharded already, or have its sequence in another dim",
+            "hint: give the global tensor; this tensor may be sharded already, or have its sequence in another dim",
         ),
         (lambda: shard(torch.zeros(8), LAYOUT, 0, 1), "dim 1 does not exist in a tensor of shape (8,)"),
         (lambda: shard(torch.zeros(8), LAYOUT, 2, 0), "rank 2 is not one of the 2 ranks 0..1"),

@@ -28,7 +28,7 @@ def opened(cp, mask, ids=None):
         (
             {"comm_dtype": torch.float16},
             "comm_dtype 'torch.float16' is not known\n\n"
-            "hint: choose one of bf16, fp8, or leave it out to send rows as they are",
+            "hint: choose one of bf16, fp8, or leave comm_dtype out to send rows in their own dtype",
         ),
         (
             {"route": "ulysses"},
@@ -36,7 +36,7 @@ def opened(cp, mask, ids=None):
         ),
         (
             {"route": "auto", "inner": 2},
-            "inner=2 does not apply to route 'auto', which chooses it\n\nhint: leave inner out",
+            "inner=2 does not apply to route 'auto', which chooses the inner degree\n\nhint: leave inner out",
         ),
         ({"inner": 2}, "inner=2 does not apply to route 'ring', which has one level\n\nhint: leave inner out"),
         (
@@ -73,10 +73,10 @@ def test_masks_over_other_numbers_of_tokens():
     with pytest.raises(SpecError) as error:
         opened(cp, {"full": Mask.causal(8), "window": Mask.causal(9, window=2)})
     assert str(error.value) == (
-        "masks over different numbers of tokens: {'full': 8, 'window': 9}\n\n"
-        "hint: make all masks of a batch over the same tokens"
+        "the masks of a batch cover different numbers of tokens: {'full': 8, 'window': 9}\n\n"
+        "hint: give masks with the same seq_len"
     )
-    with pytest.raises(SpecError, match=r"masks over different numbers of tokens: \{\}"):
+    with pytest.raises(SpecError, match=r"the masks of a batch cover different numbers of tokens: \{\}"):
         opened(cp, {})
 
 
@@ -167,7 +167,7 @@ def test_shard_fills_dead_slots_by_name():
     assert second["input_ids"] == [[12, 13, 14, 15, 0, 0]]
     assert second["labels"] == [[13, 14, 15, 16, -100, -100]]
     assert (first_grad, second_grad) == ([[0, 1, 6, 7, 0, 0]], [[2, 3, 4, 5, 0, 0]])
-    hint = "\n\nhint: give the global tensor; this one may be sharded already, or have its sequence in another dim"
+    hint = "\n\nhint: give the global tensor; this tensor may be sharded already, or have its sequence in another dim"
     assert refusals == (
         ("SpecError", f"dim 1 of a tensor of shape (1, 6) has 6 rows; the sequence has 8 tokens{hint}"),
         ("SpecError", f"dim 0 of a tensor of shape (32, 4) has 32 rows; the sequence has 8 tokens{hint}"),
@@ -255,8 +255,8 @@ def test_ranks_that_differ_are_named_on_all(masks, ids, how, named):
 def test_a_sequence_that_one_rank_cannot_lay_out_is_an_error_on_all():
     wrong = {"full": CAUSAL, "window": Mask.causal(11)}
     text = (
-        "masks over different numbers of tokens: {'full': 12, 'window': 11}\n\n"
-        "hint: make all masks of a batch over the same tokens"
+        "the masks of a batch cover different numbers of tokens: {'full': 12, 'window': 11}\n\n"
+        "hint: give masks with the same seq_len"
     )
     errors = [error for error, _ in run_ranks(3, _disagree, [CAUSAL, CAUSAL, wrong], [IDS] * 3, [{}] * 3)]
     assert errors == [("DisagreementError", f"rank 2 failed: {text}")] * 2 + [("SpecError", text)]
@@ -346,7 +346,7 @@ def test_routes_of_two_levels_on_a_mesh_of_two_axes():
             ),
             (
                 "SpecError",
-                "ulysses degree 4 does not divide 2 query heads (of 4, tp=2 has taken its share) (2 KV heads)\n\n"
+                "ulysses degree 4 does not divide 2 query heads (4 before tp=2) (2 KV heads)\n\n"
                 "hint: use a ulysses degree of 1 or 2; lower tp; "
                 'keep 4 ranks by route="usp" with inner=2 (ulysses inside, ring outside); or route="ring"',
             ),

@@ -177,11 +177,11 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_moves():
         assert kinds == ("SpecError", "DisagreementError", "SpecError", "SpecError", "SpecError")
         assert texts[0] == (
             "heads_per_stage=3 does not fit 8 query heads (2 KV heads) on 2 ranks: a stage takes equally many heads of each "
-            "rank, and between stages all ranks keep their KV heads or none\n\nhint: use 2, 4, 8"
+            "rank, and from one stage to the next all ranks keep their KV heads or all ranks change them\n\nhint: use 2, 4, 8"
         )
         assert "shapes, types, scales or changes of scores" in texts[1]
         assert f"x (1, 5, 12): rank {rank} of the plan holds 6 of 12 tokens" in texts[2]
-        assert "projection q is (32, 12) torch.float64" in texts[3]
+        assert ", not (32, 12) torch.float64 on cpu: x is (" in texts[3]
         assert (
             texts[4]
             == "projected_attention was given a plan of route 'ulysses'\n\nhint: make the plan with route=\"upipe\""

@@ -30,7 +30,7 @@ def test_known_types():
     with pytest.raises(SpecError) as error:
         check_comm_dtype("fp4")
     assert str(error.value) == (
-        "comm_dtype 'fp4' is not known\n\nhint: choose one of bf16, fp8, or leave it out to send rows as they are"
+        "comm_dtype 'fp4' is not known\n\nhint: choose one of bf16, fp8, or leave comm_dtype out to send rows in their own dtype"
     )
 
 

@@ -189,12 +189,12 @@ def test_bytes_there_and_back_by_hand():
         ),
         (
             4, (6, 3), 2, ("outer", 12),
-            "outer ulysses degree 4 does not divide 6 query heads (of 12, tp=2 has taken its share) (3 KV heads)\n\n"
+            "outer ulysses degree 4 does not divide 6 query heads (12 before tp=2) (3 KV heads)\n\n"
             'hint: set inner=2, 4, 6 or 12; lower tp; or route="ring"',
         ),
         (
             8, (4, 2), 2, (),
-            "ulysses degree 8 does not divide 4 query heads (of 8, tp=2 has taken its share) (2 KV heads)\n\n"
+            "ulysses degree 8 does not divide 4 query heads (8 before tp=2) (2 KV heads)\n\n"
             "hint: use a ulysses degree of 1, 2 or 4; lower tp; "
             'keep 8 ranks by route="usp" with inner=4 (ulysses inside, ring outside); or route="ring"',
         ),

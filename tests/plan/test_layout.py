@@ -135,7 +135,7 @@ def test_equal_layouts_are_equal_and_others_are_not():
         (
             lambda: Layout.zigzag(7, 2, slots=3),
             "slots=3 is less than the 4 tokens that zigzag puts on one of 2 ranks\n\n"
-            "hint: set slots to at least 4, or leave it out",
+            "hint: set slots to at least 4, or leave slots out",
         ),
         (lambda: Layout.contiguous(0, 2), "seq_len=0: a sequence has at least one token"),
         (lambda: Layout.striped(4, 0), "ranks=0: a layout needs at least one rank"),

@@ -89,7 +89,7 @@ def test_a_mask_may_hide_everything():
         (
             lambda: Mask.bands(8, [(0, 8, 0, 8, 0, None), (4, 8, 2, 8, 0, 3)]),
             "bands (0, 8, 0, 8, 0, 7) and (4, 8, 2, 8, 0, 3) (q_start, q_stop, k_start, k_stop, lo, hi) share a "
-            "query-key pair\n\nhint: make the bands disjoint: cut one where the other begins",
+            "query-key pair\n\nhint: make the bands disjoint: end one band where the other begins",
         ),
         (
             lambda: Mask.bands(8, [(0, 9, 0, 8, None, None)]),
@@ -101,13 +101,13 @@ def test_a_mask_may_hide_everything():
         (lambda: Mask.concat([]), "seq_len=0: a mask covers at least one token"),
         (
             lambda: Mask.causal(4, window=0),
-            "window=0: a query sees at least itself\n\nhint: use window=None for no window",
+            "window=0 is below 1: a query sees at least itself\n\nhint: use window=None for no window",
         ),
         (lambda: Mask.documents([3, -1]), "document lengths [3, -1] include a negative length"),
         (lambda: Mask.prefix(4, 5), "prefix_len=5 is not within 0..4"),
         (
             lambda: Mask.shared_prefix(2, [1, -1]),
-            "prompt of 2 and responses of [1, -1] tokens: none may be negative",
+            "prompt_len=2, response_lens=[1, -1]: lengths must not be negative",
         ),
     ],
 )

@@ -217,7 +217,7 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.documents([4, 5])),
             "the layout covers 8 tokens and the mask 9\n\n"
-            "hint: both cover the global row: document lengths must sum to seq_len",
+            "hint: make document lengths sum to the seq_len of the layout, the global length of the row",
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), route="tube"),
@@ -238,7 +238,8 @@ PLAN = plan_attention(Layout.zigzag(8, 2), Mask.causal(8))
         ),
         (
             lambda: plan_attention(Layout.zigzag(8, 2), Mask.causal(8), comm_dtype="int4"),
-            "comm_dtype 'int4' is not known\n\nhint: choose one of bf16, fp8, or leave it out to send rows as they are",
+            "comm_dtype 'int4' is not known\n\nhint: choose one of bf16, fp8, "
+            "or leave comm_dtype out to send rows in their own dtype",
         ),
         (lambda: PLAN.area(2), "rank 2 is not one of the 2 ranks 0..1"),
         (lambda: PLAN.rank_plan(-1), "rank -1 is not one of the 2 ranks 0..1"),

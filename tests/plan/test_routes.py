@@ -187,7 +187,7 @@ def test_one_rank_comes_down_to_nothing_worth_saying():
         ),
         (
             lambda: plan_attention(LAYOUT, MASK, "ulysses", (2, 1), tp=4),
-            "ulysses degree 4 does not divide 2 query heads (of 8, tp=4 has taken its share) (1 KV heads)\n\n"
+            "ulysses degree 4 does not divide 2 query heads (8 before tp=4) (1 KV heads)\n\n"
             "hint: use a ulysses degree of 1 or 2; lower tp; "
             'keep 4 ranks by route="usp" with inner=2 (ulysses inside, ring outside); or route="ring"',
         ),

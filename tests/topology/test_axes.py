@@ -144,7 +144,7 @@ def test_every_group_is_that_of_an_enumeration(spec):
     dense = enumerated({axis: spec[axis] for axis in order}, order)
     experts = expert_places(spec, dense)
     if experts is None:
-        with pytest.raises(SpecError, match="a stage would have other ranks for each"):
+        with pytest.raises(SpecError, match="a stage would have different ranks for the two"):
             Topology(**spec)
         return
     topology = Topology(**spec)
@@ -246,7 +246,7 @@ def test_a_grid_may_leave_out_axes_of_one_rank():
         (
             lambda: Topology(dp=2, tp=2, pp=2, ep=4, order="tp-pp-cp-ep-dp"),
             'order "tp-pp-cp-ep-dp" with ep 4 numbers the pipeline groups of attention 0, 2, ... and those of the '
-            'experts 0, 1, ...: a stage would have other ranks for each\n\nhint: put pp last: "tp-cp-ep-dp-pp"',
+            'experts 0, 1, ...: a stage would have different ranks for the two\n\nhint: put pp last: "tp-cp-ep-dp-pp"',
         ),
         (
             lambda: Topology(dp=4).groups("sp"),
@@ -261,7 +261,7 @@ def test_a_grid_may_leave_out_axes_of_one_rank():
         ),
         (
             lambda: Topology(dp=4, tp=2, cp=3).grid(["dp", "tp"]),
-            "axes dp, tp make 8 of the 24 ranks\n\nhint: name cp too",
+            "axes dp, tp make 8 of the 24 ranks\n\nhint: also name cp",
         ),
         (lambda: Topology(dp=1, cp=6).cp_levels(4), "inner=4 does not divide cp=6\n\nhint: use 1, 2, 3 or 6"),
         (lambda: Topology(dp=2).coordinates(2), "rank 2 is not one of the 2 ranks 0..1"),

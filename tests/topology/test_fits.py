@@ -46,12 +46,12 @@ WRONG = {
     ),
     "ulysses after tp": (
         Topology(dp=1, tp=4, cp=4), SHAPE, {"route": "ulysses"},
-        "ulysses degree 4 does not divide 2 query heads (of 8, tp=4 has taken its share) (1 KV heads)\n\nhint: use a ulysses "
+        "ulysses degree 4 does not divide 2 query heads (8 before tp=4) (1 KV heads)\n\nhint: use a ulysses "
         'degree of 1 or 2; lower tp; keep 4 ranks by route="usp" with inner=2 (ulysses inside, ring outside); or route="ring"',
     ),
     "usp after tp": (
         Topology(dp=1, tp=4, cp=8), SHAPE, {"route": "usp", "inner": 4},
-        "inner ulysses degree 4 does not divide 2 query heads (of 8, tp=4 has taken its share) (1 KV heads)\n\n"
+        "inner ulysses degree 4 does not divide 2 query heads (8 before tp=4) (1 KV heads)\n\n"
         'hint: set inner=1 or 2; lower tp; or route="ring"',
     ),
     "inner": (
@@ -68,7 +68,7 @@ WRONG = {
     ),
     "experts without sp": (
         Topology(dp=2, tp=2, ep=2), EXPERTS, {"sp": False},
-        "tp=2 with experts and sp=false: TP ranks hold the same tokens, and each would route all\n\n"
+        "tp=2 with experts and sp=false: all TP ranks would route the same tokens\n\n"
         "hint: set sp to true, or tp to 1",
     ),
     "layers": (
@@ -119,17 +119,17 @@ WRONG = {
     ),
     "no micro-batch": (
         Topology(dp=1), SHAPE, {"gradient_accumulation_steps": 0},
-        "gradient_accumulation_steps=0, stages_per_rank=1: both must be at least 1\n\nhint: leave them out for 1",
+        "gradient_accumulation_steps=0, stages_per_rank=1: both must be at least 1\n\nhint: set both to 1 or more",
     ),
     "nodes that split tp": (
         Topology(dp=6, tp=4), SHAPE, {"ranks_per_node": 6},
         "a TP group crosses nodes of 6 ranks: ranks 4-7, since tp=4 does not divide 6\n\n"
-        "hint: set tp to 1, 2, 3 or 6; or, where a fast link joins several nodes, set ranks_per_node to the ranks it joins",
+        "hint: set tp to 1, 2, 3 or 6; or, if a fast link joins several nodes, set ranks_per_node to the number of ranks joined",
     ),
     "tp larger than a node": (
         Topology(dp=2, tp=4), SHAPE, {"ranks_per_node": 2},
         "a TP group crosses nodes of 2 ranks: ranks 0-3, since tp=4 is more than 2\n\n"
-        "hint: set tp to 1 or 2; or, where a fast link joins several nodes, set ranks_per_node to the ranks it joins",
+        "hint: set tp to 1 or 2; or, if a fast link joins several nodes, set ranks_per_node to the number of ranks joined",
     ),
     "an order that splits tp": (
         Topology(dp=8, tp=2, order="dp-cp-ep-tp-pp"), SHAPE, {"ranks_per_node": 8},

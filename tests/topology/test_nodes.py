@@ -69,15 +69,15 @@ def test_spread_and_warnings_rank_by_rank(degrees, order, size):
         (
             Topology.of(32, tp=2, pp=2, order="pp-cp-ep-dp-tp"), 8, None,
             [
-                'tp crosses nodes of 8 ranks, as ranks 0,16 do; pp, which sends less, stays inside one: set order to '
+                'tp crosses nodes of 8 ranks, as ranks 0,16 do; pp, which sends less, does not: set order to '
                 '"tp-cp-ep-dp-pp"',
-                'dp crosses nodes of 8 ranks, as ranks 0,2,..,14 do; pp, which sends less, stays inside one: set order to '
+                'dp crosses nodes of 8 ranks, as ranks 0,2,..,14 do; pp, which sends less, does not: set order to '
                 '"tp-cp-ep-dp-pp"',
             ],
         ),
         (
             Topology.of(64, cp=8, ep=16), 8, None,
-            ["ep crosses nodes of 8 ranks, as ranks 0-15 do; cp, which sends less, stays inside one: set ep to 1, 2, 4 or 8"],
+            ["ep crosses nodes of 8 ranks, as ranks 0-15 do; cp, which sends less, does not: set ep to 1, 2, 4 or 8"],
         ),
         (
             Topology.of(32, tp=16), 8, None,
@@ -86,7 +86,7 @@ def test_spread_and_warnings_rank_by_rank(degrees, order, size):
         (
             Topology.of(16, tp=2, cp=4, order="cp-tp-ep-dp-pp"), 8, 4,
             [
-                'tp crosses domains of 4 ranks, as ranks 0,4 do; cp, which sends less, stays inside one: set order to '
+                'tp crosses domains of 4 ranks, as ranks 0,4 do; cp, which sends less, does not: set order to '
                 '"tp-cp-ep-dp-pp"'
             ],
         ),

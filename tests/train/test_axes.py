@@ -203,7 +203,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "tp and the vocabulary": ({**on(tp=2), "model__vocab_size": 65}, r"vocab_size=65\s+hint: .* such as 66"),
     "ulysses after tp": (
         on(tp=2, cp=4, route="ulysses"),
-        r"degree 4 does not divide 2 query heads \(of 4, tp=2 has taken its share\).*\s+hint: .*lower tp",
+        r"degree 4 does not divide 2 query heads \(4 before tp=2\).*\s+hint: .*lower tp",
     ),
     "usp after tp": (
         on(tp=2, cp=4, route="usp", inner=4),

@@ -15,7 +15,7 @@ INTEGER = 8
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes kept of one micro-batch at the longest row of the data, on the rank with most slots.
+    """Bytes kept for one micro-batch at the longest row of the data, on the rank with most slots.
 
     Letters of the formulas: T slots of the CP shard; R rows between layers (T / tp under sequence parallelism, else T);
     E hidden size; D head dim; `a` bytes of an activation; `w` bytes of a wide one (fp32, or fp64 for fp64). On this
@@ -27,9 +27,9 @@ class Activations:
     tokens: int
     """Slots that hold a token."""
     block: int
-    """Kept per block: everything that backward needs, or with `recompute` the block's input (and attention's results)."""
+    """Kept per block: everything that backward needs. With `recompute`, the block's input (and attention's results)."""
     recomputed: int
-    """Recomputed in backward, for one block at a time, in addition to `block`."""
+    """Recomputed in backward in addition to `block`, for one block at a time."""
     rotary: int
     """Kept once per stage: RoPE tables, and token numbers for dropout."""
     first: int
@@ -39,10 +39,13 @@ class Activations:
     hidden: int
     """Hidden states of R rows, as pipeline stages send them."""
     head: int
-    """In use during the loss only: a chunk of logits, and the wide gradient of the head's weight."""
+    """Held only during the loss: a chunk of logits, and the wide gradient of the head's weight."""
 
     def stage(self, num_layers: int, *, first: bool, last: bool) -> int:
-        """Bytes kept per micro-batch by a stage of `num_layers` layers; `first` has the embedding, `last` the head."""
+        """Bytes kept per micro-batch by a pipeline stage of `num_layers` layers.
+
+        The `first` stage has the embedding, and the `last` stage the head.
+        """
         ends = self.first * first + self.last * last
         return num_layers * self.block + self.rotary + ends
 
@@ -50,8 +53,8 @@ class Activations:
 def activations_of(run: RunShape) -> Activations:
     """Estimate the activations of the micro-batch with most pairs, `run.longest`.
 
-    On CUDA, RMSNorm is one kernel that keeps its input alone, and chunks of logits are larger. On CPU, RMSNorm keeps
-    the input and the result of the normalisation, both wide.
+    On CUDA, RMSNorm is one kernel that keeps only its input, and chunks of logits are larger. On CPU, RMSNorm keeps wide
+    copies of the input and of the normalised result.
     """
     size, model = _Sizes.of(run), run.model
     whole, kept = size.block(), size.kept(run.recompute)
@@ -72,7 +75,7 @@ def activations_of(run: RunShape) -> Activations:
 
 
 def in_flight(run: RunShape, pp_rank: int) -> list[list[int]]:
-    """Count the micro-batches that each stage of a rank keeps after each forward of a step. Without a pipeline, 1.
+    """Count the micro-batches that each stage of a rank keeps, after each forward of a step. Without a pipeline, 1.
 
     warm-up  F F F   then  F B  F B ...   then  B B B        at most the warm-up and one more forward are kept
 
@@ -82,7 +85,7 @@ def in_flight(run: RunShape, pp_rank: int) -> list[list[int]]:
     interleaved   (v - 1) pp + 2 (pp - 1 - p)     ibid.
     zero-bubble   (v - 1) pp + pp - 1 - p         ZB1P of Qi et al., 2023, arXiv:2401.10241
 
-    Zero-bubble computes the weights' gradients p backwards later, and keeps the activations until then.
+    Zero-bubble delays the weights' gradients by p backwards, and keeps the activations until then.
     """
     pp, micros = run.topology.pp, run.gradient_accumulation_steps
     if pp == 1:
@@ -109,9 +112,9 @@ class _Sizes:
     slots: int
     tokens: int
     exchanged: tuple[int, int, int] | None
-    """Rows, query heads and KV heads of attention on this rank after the exchange of heads; None without exchange."""
+    """(rows, query heads, KV heads) of attention on this rank after the exchange of heads. None without an exchange."""
     staged: bool
-    """Whether attention runs on a few heads at a time (upipe), and keeps nothing but the layer's input."""
+    """Whether attention runs on a few heads at a time (upipe) and keeps only the layer's input."""
 
     @classmethod
     def of(cls, run: RunShape) -> "_Sizes":
@@ -183,7 +186,7 @@ class _Sizes:
         return self.norm(self.slots * sum(self.heads), self.model.head_dim) if self.model.qk_norm else 0
 
     def attended(self) -> int:
-        """q, k, v, out and lse of the rows and heads of attention on this rank."""
+        """Bytes of q, k, v, out and lse, for the rows and heads of attention on this rank."""
         rows, query, kv = self.exchanged or (self.slots, *self.heads)
         return rows * (2 * (query + kv) * self.model.head_dim * self.a + query * self.w)
 
@@ -214,5 +217,8 @@ class _Sizes:
 
 
 def peak_in_flight(history: Sequence[Sequence[int]], kept: Sequence[int]) -> tuple[int, int]:
-    """Most bytes that stages keep at once, and the micro-batches in flight then; stage i keeps `kept[i]` of each."""
+    """Return (most bytes that the stages keep at once, micro-batches in flight at that time).
+
+    `history` is the result of `in_flight`. Stage i keeps `kept[i]` bytes per micro-batch.
+    """
     return max((sum(n * size for n, size in zip(now, kept, strict=True)), sum(now)) for now in history)

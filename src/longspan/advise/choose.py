@@ -1,4 +1,4 @@
-"""Choice of the route and inner degree whose slowest rank takes least time, by a simple model.
+"""Choice of the route and inner degree whose slowest rank has the least estimated time.
 
     time = sum over stages of max(time of the stage's tiles, time of the hop sent meanwhile) + time of head exchanges
 
@@ -27,7 +27,7 @@ def choose_route(
     costs: Costs,
     comm_dtype: str | None = None,
 ) -> tuple[str, int | None, str]:
-    """Choose a route and its inner degree, and give the reason in one line. All ranks choose alike: no state is read.
+    """Return (route, inner degree, reason in one line). All ranks choose alike, because only the arguments are read.
 
     Only routes marked as `candidate` are tried.
     """
@@ -38,7 +38,7 @@ def choose_route(
         seconds = _seconds(work, heads or (1, 1), ranks_per_node, costs, comm_dtype)
         if name not in best or seconds < best[name][0]:
             best[name] = seconds, name, inner
-    # Among routes within 2% of the least time take the first: candidates are listed from simple to complex.
+    # Candidates are listed from simple to complex: take the first within 2% of the least time.
     ranked = sorted(best.values(), key=lambda entry: entry[0])
     seconds, name, inner = next(entry for entry in best.values() if entry[0] <= 1.02 * ranked[0][0])
     others = ", ".join(f"{other} {_milliseconds(took)}" for took, other, _ in ranked if other != name)
@@ -73,7 +73,7 @@ def _candidates(ranks: int, heads: tuple[int, int] | None) -> Iterator[tuple[str
 def _seconds(
     work: Work, heads: tuple[int, int], ranks_per_node: int | None, costs: Costs, comm_dtype: str | None
 ) -> float:
-    """Estimate the seconds of the slowest of three ranks: the first, the middle, the last."""
+    """Estimate the seconds of the slowest rank among three: the first, the middle and the last."""
     ranks = work.layout.ranks
     row = 2 * row_bytes(comm_dtype, costs.head_dim, costs.itemsize)
     some = {0, ranks // 2, ranks - 1}
@@ -111,7 +111,7 @@ def _compute(step: Step, num_q: int, costs: Costs) -> float:
 
 
 def _exchange_seconds(share: RankPlan, heads: HeadShare, ranks_per_node: int | None, costs: Costs, row: int) -> float:
-    """Estimate the seconds of the exchange of heads: q, k, v there and out back; dout there and dq, dk, dv back."""
+    """Estimate the seconds of the exchange of heads, forward (q, k, v, out) and backward (dout, dq, dk, dv)."""
     size = costs.head_dim * costs.itemsize
     there = heads.bytes_there(size, row) + heads.bytes_there(size, 0)
     sent = there + heads.bytes_back(size, 0) + heads.bytes_back(size, 2 * size)

@@ -1,4 +1,4 @@
-"""What work and traffic cost on a machine: `Costs`, typical figures of one GPU generation or measured ones.
+"""Times of work and traffic on a machine: `Costs`, either typical figures of one GPU generation or measured.
 
 `longspan bench calibrate` measures the costs between the ranks at hand.
 """
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from longspan.errors import SpecError
 
 BACKWARD = 2.5
-"""Kernel time of backward over that of forward: five matrix products instead of two."""
+"""Kernel time of backward / forward: five matrix products instead of two."""
 
 _Positive = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 _Count = Annotated[int, Field(gt=0, strict=True)]
@@ -21,8 +21,8 @@ _Count = Annotated[int, Field(gt=0, strict=True)]
 class Costs(BaseModel):
     """Times of work and traffic on one machine. Bandwidths are in bytes per second and rank, latencies in seconds.
 
-    The defaults stand for one H100 in bf16 within NVLink, and 50 GB/s to other nodes. They are orders of magnitude to rank
-    routes by, not measurements of ours. Raises `pydantic.ValidationError` for a value that is not a positive number.
+    The defaults stand for one H100 in bf16 within NVLink, and 50 GB/s to other nodes. These figures are orders of
+    magnitude for ranking routes, not measurements. Raises `pydantic.ValidationError` for a value that is not a positive number.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -38,15 +38,15 @@ class Costs(BaseModel):
     tile_speed: Annotated[tuple[tuple[_Count, _Positive], ...], Field(min_length=1)] = (
         (128, 4e13), (1024, 2.5e14), (8192, 4.5e14),
     )  # fmt: skip
-    """FLOP/s of forward on square tiles: pairs of rows and speed, rows ascending."""
+    """FLOP/s of forward on square tiles: tuples (rows, FLOP/s), in ascending order of rows."""
     tile_overhead: _Positive = 10e-6
-    """Seconds of a kernel call beside its computation, merging included."""
+    """Overhead of a kernel call in seconds, including the merge of its result."""
     source: str = "typical figures of one H100 node"
 
     @classmethod
     def load(cls, path: Path) -> "Costs":
-        """Read the file that `longspan bench calibrate` wrote. Raises `SpecError` for a file that is not such a record."""
-        hint = "longspan bench calibrate writes one"
+        """Read a file written by `longspan bench calibrate`. Raises `SpecError` if the file cannot be read or is no record."""
+        hint = "longspan bench calibrate writes such a file"
         try:
             text = path.read_text(encoding="utf-8")
         except OSError as error:
@@ -65,7 +65,7 @@ class Costs(BaseModel):
         path.write_text(self.model_dump_json(indent=1) + "\n", encoding="utf-8")
 
     def speed(self, rows: float) -> float:
-        """FLOP/s on a square tile of that many rows: interpolated between measured sizes, constant beyond them."""
+        """FLOP/s on a square tile of `rows` rows: interpolated between measured sizes, constant outside their range."""
         sizes = [size for size, _ in self.tile_speed]
         at = bisect_left(sizes, rows)
         if at == 0 or at == len(sizes):
@@ -74,11 +74,12 @@ class Costs(BaseModel):
         return slow + (fast - slow) * (rows - small) / (large - small)
 
     def min_split_tokens(self, num_q: int) -> int:
-        """The document length from which a cut in two takes less time than its tokens do.
+        """Length in tokens from which splitting a document in two costs less time than its tokens do.
 
-        A cut costs three messages and one more tile, forward and backward: keys and values, the same again in backward, and
-        their gradients. In a layer, `n` tokens cost `72 (num_q D)^2 n` FLOPs in the linear layers (12 hidden_size^2 parameters,
-        as in Llama) and `3.5 * 4 num_q D n^2 / 2` in attention, forward and backward, for `num_q` query heads of `head_dim` D.
+        A split costs one more tile, forward and backward, and three messages: keys and values in forward and again in
+        backward, and their gradients. Forward and backward of `n` tokens cost `72 (num_q D)^2 n` FLOPs in a layer's linear
+        layers (12 hidden_size^2 parameters, as in Llama) and `3.5 * 4 num_q D n^2 / 2` in its attention, for `num_q` query
+        heads of `head_dim` D.
         """
         hidden_size, cut = num_q * self.head_dim, 3 * self.message_latency + 2 * self.tile_overhead
         fastest = self.tile_speed[-1][1]

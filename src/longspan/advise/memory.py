@@ -20,8 +20,9 @@ Shape = tuple[int, ...]
 class StageBudget:
     """Memory of one pipeline rank, in bytes unless stated otherwise.
 
-    The estimate is for the first rank with this `pp_rank`, whose shards are largest. The parts never add up to `total`
-    at one time: `head` is freed before blocks are recomputed, and most gradients come after most activations are freed.
+    The estimate is for the first rank with this `pp_rank`, whose shards are largest. The actual
+    peak is below `total`: `head` is freed before blocks are recomputed, and most gradients are allocated after most
+    activations are freed.
     """
 
     pp_rank: int
@@ -34,16 +35,16 @@ class StageBudget:
     gradients: int
     moments: int
     gathered: int
-    """Weights that FSDP2 has gathered: embedding, head, the current block and the next; in a pipeline all of the rank's
-    stages. 0 for DDP."""
+    """Weights that FSDP2 has gathered: embedding, head, the current block and the next block. In a pipeline, the weights
+    of all stages of the rank. 0 for DDP."""
     unreduced: int
-    """Gradients of whole weights before their reduction: embedding, head and a block; with `defer_reduction` and gradient
-    accumulation all of the rank's stages. For DDP, the buckets."""
+    """Unsharded gradients before their reduction: embedding, head and one block. With `defer_reduction` and gradient
+    accumulation, all stages of the rank. For DDP, the buckets."""
     in_flight: int
-    """Most micro-batches (times stages) whose activations are kept at once."""
+    """Largest number of (micro-batch, stage) pairs whose activations are kept at once."""
     activations: int
-    """Activations kept between forward and backward at the longest row, with all of one block that is recomputed. In a
-    pipeline also the hidden states sent and received between stages."""
+    """Activations kept between forward and backward at the longest row, including everything of one recomputed block. In a
+    pipeline, also the hidden states sent and received between stages."""
     head: int
     """A chunk of logits and the wide gradient of the head's weight, on the last stage."""
 
@@ -88,15 +89,15 @@ class Budget:
     """Rows per optimizer step."""
     seq_len: int
     num_parameters: int
-    """Elements of the whole model."""
+    """Elements of the complete model, before sharding."""
     micro_batches: int
     """Micro-batches per optimizer step on each rank."""
     slots: int
     """T: slots of a rank in a micro-batch."""
     tokens: int
-    """Slots that hold a token, on the rank with most."""
+    """Largest number of a rank's slots that hold a token."""
     block: int
-    """Bytes of activations kept of one block and micro-batch."""
+    """Bytes of activations kept per block and micro-batch."""
     attention: tuple[AttentionBudget, ...]
     """One entry per mask of the model."""
     stages: tuple[StageBudget, ...]
@@ -189,7 +190,7 @@ class _Weight:
 def _stage(run: RunShape, kept: Activations, pp_rank: int) -> StageBudget:
     rank, wide = run.topology.groups("tp-dp-cp")[pp_rank][0], run.wide_itemsize
     elements, parts = sum(shard_sizes(run, rank).values()), run.stages_of(pp_rank)
-    gathered, unreduced = _whole(run, parts, elements)
+    gathered, unreduced = _unsharded(run, parts, elements)
     activations, head, flying = _activations(run, kept, parts, pp_rank)
     return StageBudget(
         pp_rank=pp_rank,
@@ -207,8 +208,8 @@ def _stage(run: RunShape, kept: Activations, pp_rank: int) -> StageBudget:
     )
 
 
-def _whole(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
-    """Return the bytes of gathered weights, and of gradients not reduced yet."""
+def _unsharded(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
+    """Return (bytes of gathered weights, bytes of gradients that are not reduced yet)."""
     narrow, wide = run.itemsize, run.wide_itemsize
     if run.wrapper == "ddp":
         return 0, elements * wide
@@ -230,7 +231,7 @@ def _whole(run: RunShape, parts: list[range], elements: int) -> tuple[int, int]:
 
 
 def _activations(run: RunShape, kept: Activations, parts: list[range], pp_rank: int) -> tuple[int, int, int]:
-    """Return the bytes kept at once, the bytes in use during the loss, and the micro-batches in flight."""
+    """Return (bytes kept at once, bytes held during the loss, micro-batches in flight)."""
     ends = [(0 in layers, run.model.num_layers - 1 in layers) for layers in parts]
     sizes = [kept.stage(len(layers), first=first, last=last) for layers, (first, last) in zip(parts, ends, strict=True)]
     history = in_flight(run, pp_rank)

@@ -2,7 +2,7 @@
 
     masks -> layout (chosen from the masks if "balanced") -> route, inner degree (chosen if "auto") -> a plan per mask
 
-Training, `pack`, `--dry-run` and `longspan plan` each hold a `Planner`, so that they agree on every choice.
+Training, `pack`, `--dry-run` and `longspan plan` each hold a `Planner`. Equal planners make equal choices.
 """
 
 from collections.abc import Mapping
@@ -34,7 +34,7 @@ class Planner:
     route: str = "ring"
     """A name in `longspan.names.ROUTES`, or "auto" for the route with the least estimated time by `costs`."""
     heads: tuple[int, int] | None = None
-    """(query heads, KV heads) on one rank, after tensor parallelism. Routes that move heads need it."""
+    """(query heads, KV heads) on one rank, after tensor parallelism. Required by routes that move heads."""
     inner: int | None = None
     """Inner degree of a two-level route. Default: as many ranks as KV heads and a node allow."""
     comm_dtype: str | None = None
@@ -42,13 +42,13 @@ class Planner:
     pad_to_multiple_of: int | None = None
     """Pads each rank's local length to a multiple of this number with padding slots."""
     tp: int = 1
-    """Tensor-parallel degree, only used in errors."""
+    """Tensor-parallel degree, used only in error messages."""
     ranks_per_node: int | None = None
     """Neighbouring ranks of the CP group that share a node. Default: all."""
     costs: Costs = field(default_factory=Costs)
     """Costs by which "auto" compares routes."""
     layers: Mapping[str, int] = field(default_factory=dict)
-    """Mask name -> number of layers that use the mask, its weight in "balanced". Default: 1 each."""
+    """Mask name -> number of layers that use the mask, which is the mask's weight in "balanced". Default: 1 each."""
     min_split_tokens: int = 0
     """"balanced" splits no document shorter than this, even if token counts then differ. See `Costs.min_split_tokens`."""
 
@@ -64,7 +64,8 @@ class Planner:
             )
         if self.route == AUTO and self.inner is not None:
             raise SpecError(
-                f"inner={self.inner} does not apply to route {AUTO!r}, which chooses it", hint="leave inner out"
+                f"inner={self.inner} does not apply to route {AUTO!r}, which chooses the inner degree",
+                hint="leave inner out",
             )
         check_comm_dtype(self.comm_dtype)
         object.__setattr__(self, "layers", {name: whole(f"layers of {name!r}", n) for name, n in self.layers.items()})
@@ -82,8 +83,8 @@ class Planner:
     ) -> "Planner":
         """Make a planner with the costs in the file `measured`, for tensors of this `head_dim` and `itemsize`.
 
-        Default `measured`: the typical costs of `Costs`. With measured costs, "balanced" keeps documents whole that are
-        too short for a split to save time.
+        Default `measured`: the typical costs of `Costs`. With measured costs, "balanced" does not split
+        documents that are too short for a split to save time.
         """
         costs = Costs() if measured is None else Costs.load(measured)
         costs = costs.model_copy(update={"head_dim": head_dim, "itemsize": itemsize})
@@ -92,7 +93,7 @@ class Planner:
         return cls(layout=layout, heads=heads, costs=costs, min_split_tokens=least, **others)
 
     def check(self) -> Plan:
-        """Plan a sequence of one token per rank. Raises `SpecError` for options that no sequence could be planned with."""
+        """Check the options by planning one token per rank. Raises `SpecError` if no sequence could be planned."""
         name = next(iter(self.layers), "full")
         return self.plans({name: Mask.causal(self.ranks)})[1][name]
 

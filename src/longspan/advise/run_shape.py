@@ -19,7 +19,7 @@ class RunShape:
     model: ModelShape
     topology: Topology
     planner: Planner
-    """The planner; its `layers` must name every mask of the model."""
+    """The planner. `planner.layers` must name every mask of the model."""
     seq_len: int
     """Most tokens in a row."""
     micro_batch_size: int
@@ -41,7 +41,7 @@ class RunShape:
 
     @property
     def longest(self) -> tuple[int, ...]:
-        """Document lengths of the micro-batch with most visible pairs: every row is one document of `seq_len` tokens."""
+        """Document lengths of the micro-batch with most visible pairs, in which every row is one document of `seq_len` tokens."""
         return (self.seq_len,) * self.micro_batch_size
 
     @cached_property
@@ -57,7 +57,7 @@ class RunShape:
 
     @property
     def wide_itemsize(self) -> int:
-        """Bytes of an element that is kept in at least fp32: sums, norms, parameters, moments."""
+        """Bytes of an element of values kept in at least fp32: sums, norms, parameters, moments."""
         return max(4, self.itemsize)
 
     @property
@@ -76,7 +76,7 @@ class RunShape:
 
 
 def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Split layers into stages, in order. If they do not divide evenly, the first stages have one more."""
+    """Split layers into pipeline stages, in order. If the stages cannot be equal, the first stages have one more layer."""
     each, more = divmod(num_layers, num_stages)
     starts = [stage * each + min(stage, more) for stage in range(num_stages + 1)]
     return [range(*edges) for edges in pairwise(starts)]

@@ -23,14 +23,14 @@ class StepShape:
     """The sizes of an optimizer step on one rank.
 
     slots: T of each micro-batch, the slots of the CP shard.
-    layers: number of layers on this rank. They are dense, or have `num_experts` experts and no shared expert.
+    layers: number of layers on this rank. Layers are dense, or have `num_experts` experts and no shared expert.
     balance: whether there is a load-balancing loss over the batch.
     first, last: whether this rank has the embedding and the head.
     units: shapes after tp of the parameters of each FSDP2 unit over `shard`, blocks first, the root last.
     expert_units: shapes after ep of the parameters of each FSDP2 unit over `edp`.
-    parts: elements of weights whose gradient is partial on a TP rank: norms and router under SP, QK-norms always.
+    parts: elements of weights whose gradient is partial on a TP rank: QK-norms, and under SP also norms and router.
     tied: elements of a tied embedding on this rank.
-    deferred: whether gradients are reduced once per step, not after each micro-batch. In a pipeline they always are.
+    deferred: whether gradients are reduced once per step, not after each micro-batch. Always so in a pipeline.
     """
 
     topology: Topology
@@ -64,15 +64,18 @@ def step_volumes(step: StepShape) -> Volumes:
 
 
 def layer_pass(slots: int, hidden_size: int, tp: int) -> Fraction:
-    """TP elements of a dense layer in forward, and again in backward: `4 T E (tp - 1) / tp`.
+    """TP elements of a dense layer in forward: `4 T E (tp - 1) / tp`. Backward sends as many.
 
-    With SP two all-gathers and two reduce-scatters of sequence shards, else two all-reduces.
+    With SP: two all-gathers and two reduce-scatters of sequence shards. Without SP: two all-reduces.
     """
     return Fraction(4 * slots * hidden_size * (tp - 1), tp)
 
 
 def ulysses(seq_len: int, hidden_size: int, kv_width: int, degree: int) -> Fraction:
-    """Ulysses elements of one forward: `2 S (d + d_kv) (P - 1) / P^2`, if P divides the KV heads and the sequence."""
+    """Ulysses elements of one forward: `2 S (d + d_kv) (P - 1) / P^2` per rank.
+
+    S is `seq_len`, d `hidden_size`, d_kv `kv_width` and P `degree`, which must divide the KV heads and the sequence.
+    """
     return Fraction(2 * seq_len * (hidden_size + kv_width) * (degree - 1), degree**2)
 
 
@@ -82,7 +85,10 @@ def shard_elements(shapes: Iterable[Shape], ranks: int) -> int:
 
 
 def expert_rows(counts: Sequence[Sequence[int]], rank: int) -> int:
-    """Rows that `rank` of ep sends in one forward of a layer, there and back; rank r has `counts[r][x]` for expert x."""
+    """Rows that `rank` of ep sends in one forward of a layer, to the experts and back.
+
+    Rank r has `counts[r][x]` rows for expert x.
+    """
     ranks, each = len(counts), len(counts[0]) // len(counts)
     own = range(rank * each, (rank + 1) * each)
     away = sum(count for expert, count in enumerate(counts[rank]) if expert not in own)
@@ -91,7 +97,10 @@ def expert_rows(counts: Sequence[Sequence[int]], rank: int) -> int:
 
 
 def hidden_elements(step: StepShape, slots: int) -> int:
-    """Elements that a stage sends on in forward, and back in backward, per micro-batch: `T E`, or `T E / tp` with SP."""
+    """Elements per micro-batch that a stage sends to the next in forward, and to the previous in backward.
+
+    `T E`, or `T E / tp` with SP.
+    """
     return slots * step.hidden_size // (step.topology.tp if step.sp else 1)
 
 
@@ -118,7 +127,8 @@ def _shards(step: StepShape) -> Part:
     *blocks, root = (shard_elements(unit, shards) for unit in step.units)
     experts = sum(shard_elements(unit, t.edp) for unit in step.expert_units)
     # A block frees its gathered weights after forward and after backward, the root after backward. In a pipeline, units
-    # free them after forward and after the last backward alone: with 1F1B all micro-batches but one gather them once.
+    # free their weights after forward and after the last backward only. With 1F1B, all micro-batches but one then gather
+    # the weights once.
     times, of_root = (2 * micros, micros) if t.pp == 1 else (micros + 1, 1)
     yield "shard", "all-gather", Fraction((shards - 1) * (times * sum(blocks) + of_root * root))
     owned = _sums(step) * (sum(blocks) + root)
@@ -135,7 +145,7 @@ def _sums(step: StepShape) -> int:
 
 
 def _experts(step: StepShape) -> Part:
-    """Counts of routed rows for each expert; with a load-balancing loss also their sums over all ranks with tokens."""
+    """Counts of routed rows per expert. With a load-balancing loss, also the sums of the counts over all ranks with tokens."""
     t, calls = step.topology, step.layers * len(step.slots)
     yield "ep", "all-to-all", Fraction(calls * step.num_experts * (t.ep - 1), t.ep)
     if step.balance:
@@ -158,7 +168,7 @@ def _scalars(step: StepShape) -> Part:
 
 
 def product_axis(topology: Topology, *axes: str) -> str:
-    """Name a product by its axes with several ranks; "world" for several axes that cover all ranks."""
+    """Name a product by those of its axes that have several ranks; "world" if several axes cover all ranks."""
     several = [axis for axis in axes if topology.degree(axis) > 1]
     name = "-".join(several)
     return "world" if len(several) > 1 and topology.degree(name) == topology.world else name

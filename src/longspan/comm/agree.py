@@ -1,4 +1,4 @@
-"""Compares the inputs of the ranks of a group, by digests, before any other exchange."""
+"""Compare the inputs of a group's ranks by digests, before any other exchange."""
 
 import hashlib
 from collections import Counter
@@ -17,9 +17,9 @@ _TEXT = 480
 def check_agreement(group: RankGroup | None, what: dict[str, bytes], problem: Exception | None = None) -> None:
     """Compare `what` (name -> bytes) over the ranks of `group`; raise on every rank if one differs or has a `problem`.
 
-    Collective, one all-gather of a few hundred bytes. Raises `DisagreementError` with the name of the part that differs
-    and the ranks in the minority. A rank with a `problem` raises it; the other ranks raise a `DisagreementError` with
-    its text. Raises `CommError` if a peer is lost.
+    Collective: one all-gather of a few hundred bytes. Raises `DisagreementError` with the name of the entry that differs
+    and the ranks in the minority. A rank that passes a `problem` raises this problem, and the other ranks raise a
+    `DisagreementError` with its text. Raises `CommError` if a peer is lost.
     """
     if group is None or transport_of(group).size == 1:
         if problem is not None:

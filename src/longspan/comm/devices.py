@@ -21,6 +21,6 @@ def check_devices(device: str, ranks: int, cpu: str = 'parallel.device="cpu"') -
         raise SpecError('device "cuda" is set, but this machine has no CUDA device', hint=f"set {cpu}")
     if ranks > count:
         raise SpecError(
-            f"{ranks} ranks on this machine, which has {count} CUDA device{'s' * (count > 1)}: each rank needs its own",
-            hint=f"set {cpu}, or start at most {count} rank{'s' * (count > 1)} here",
+            f"{ranks} ranks on this machine, which has {count} CUDA device{'s' * (count != 1)}: each rank needs its own",
+            hint=f"set {cpu}, or start at most {count} rank{'s' * (count != 1)} here",
         )

@@ -65,13 +65,13 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Set the timeout of all backends of `group`. In torch 2.13 `split_group` ignores its timeout for gloo, which gets
-    the default of 30 minutes."""
+    """Set the timeout of all backends of `group`. In torch 2.13, `split_group` ignores its timeout for gloo and gives gloo
+    groups the default of 30 minutes."""
     _set_pg_timeout(timeout, group)
 
 
 def ranks_per_node(group: RankGroup | None) -> int | None:
-    """Return how many successive ranks of `group` share a node. None if unknown or not equal on all nodes."""
+    """Return the number of successive ranks of `group` per node, or None if unknown or different between nodes."""
     local = local_world_size()
     if group is None or isinstance(group, Transport) or local is None:
         return None

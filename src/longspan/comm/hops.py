@@ -25,8 +25,9 @@ class Hop:
     def post(self, group: RankGroup | None, call: Call, collective: torch.Tensor | None = None) -> "Flight":
         """Start all messages. The tensors must not be used until `Flight.wait`.
 
-        With `collective`, any tensor of the messages' dtype and device, they travel in one all-to-all. Every rank of
-        the group must then post one, even without messages. Raises `CommError` naming the peers if one of them is gone.
+        With `collective`, any tensor of the messages' dtype and device, the messages travel in one all-to-all. Every rank
+        of the group must then post an all-to-all, even without messages. If a peer is gone, raises a `CommError` that
+        names the peers.
         """
         if not self.sends and not self.receives and collective is None:
             return Flight()
@@ -52,7 +53,7 @@ class Hop:
     def _all_to_all(
         self, transport: Transport, like: torch.Tensor
     ) -> tuple[Sequence[Work], list[tuple[Any, Any]], Any]:
-        """Post one all-to-all. Also return the copies to make on arrival, and the tensors to keep alive until then."""
+        """Post one all-to-all. Returns (works, copies (to, from) to make on arrival, tensors to keep alive until then)."""
         sends, receives = (sorted(messages, key=lambda message: message[0]) for messages in (self.sends, self.receives))
         outgoing = joined([x for _, x in sends])
         if outgoing is None:
@@ -70,7 +71,7 @@ class Hop:
 
 @dataclass
 class Flight:
-    """Messages in flight. Keeps their tensors alive."""
+    """Messages in flight. Keeps the messages' tensors alive."""
 
     works: Sequence[Work] = ()
     peers: Sequence[int] = ()
@@ -80,9 +81,9 @@ class Flight:
     kept: Any = None
 
     def wait(self, call: Call) -> None:
-        """Return when all messages have arrived and left. On NCCL, make the current stream wait for that.
+        """Block until all messages have been sent and received. On NCCL, make only the current stream wait.
 
-        On gloo, raises `CommError` naming the peers if one of them is gone. On NCCL, torch's watchdog ends the process
+        If a peer is gone: on gloo, raises a `CommError` that names the peers; on NCCL, torch's watchdog ends the process
         at the communicator's timeout.
         """
         if not self.works:
@@ -94,7 +95,7 @@ class Flight:
                 except CommError:
                     raise
                 except RuntimeError as error:
-                    # Some backends return one work for the whole batch.
+                    # Some backends return a single work for all messages.
                     one_each = len(self.works) == len(self.peers)
                     raise _lost(self.peers[index : index + 1] if one_each else self.peers, error) from error
         call.flew(self.start)
@@ -105,7 +106,7 @@ class Flight:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return a flat view of contiguous tensors that are adjacent in one storage, or None if they are not."""
+    """Return a flat view of contiguous tensors that are adjacent in one storage, or None for other tensors."""
     if not tensors:
         return None
     first, end = tensors[0], tensors[0].storage_offset()

@@ -1,11 +1,11 @@
-"""A transport in memory: ranks are threads of one process, and messages obey NCCL's rules, stricter than gloo's.
+"""A transport in memory: ranks are threads of one process, and messages obey NCCL's rules, which are stricter than gloo's.
 
     run(4, function, *arguments)  ->  [function(group, 0, *arguments), ..., function(group, 3, *arguments)]
 
-Batches of a communicator run in posting order and finish when all their messages are matched. Both ends of a message
-must agree in size and dtype, tensors must be on the world's device, and every rank must take part in a collective. A
-deadlock raises an error that lists which rank waits for which. No data moves before a rank waits for it, so that a
-buffer read or overwritten too early gives wrong numbers, as it may on a GPU.
+Batches of a communicator run in posting order, and a batch finishes when all its messages are matched. Both ends of a
+message must agree in size and dtype, tensors must be on the world's device, and every rank must take part in a
+collective. A deadlock raises an error that lists which rank waits for which ranks. Data moves only when a rank waits for
+the message, so that reading or overwriting a buffer too early gives wrong numbers, as it may on a GPU.
 """
 
 import threading
@@ -22,7 +22,7 @@ from longspan.errors import CommError, SpecError
 
 
 class MemoryWorld:
-    """The ranks of one `run`, and their posted batches. Deterministic: one rank runs at a time, until it waits.
+    """The ranks of one `run`, and their posted batches. Deterministic: one rank runs at a time, until that rank waits.
 
     Messages must be on `device`. Sends of up to `buffered` bytes finish without a receiver.
     """
@@ -45,7 +45,7 @@ class MemoryWorld:
         self._pass_on()
 
     def enter(self, rank: int) -> None:
-        """Return when it is this rank's turn."""
+        """Block until it is this rank's turn to run."""
         self._turns[rank].acquire()
 
     def end(self, rank: int, error: BaseException | None) -> None:
@@ -56,7 +56,7 @@ class MemoryWorld:
         self._pass_on()
 
     def post(self, group: "MemoryGroup", batch: Batch) -> "MemoryWork":
-        """Queue a batch, and wake the ranks whose batches finish by it."""
+        """Queue a batch, and wake the ranks whose batches this batch completes."""
         self._check()
         communicator = self._communicators.setdefault(
             (group.ranks, group.name), Communicator(group.size, self.buffered)
@@ -74,7 +74,7 @@ class MemoryWorld:
         return MemoryWork(self, group, batch)
 
     def wait(self, group: "MemoryGroup", batch: Batch) -> None:
-        """Return when a batch is done and its messages have been copied."""
+        """Block until a batch is done and its messages have been copied."""
         if not batch.done:
             self._check()
             self._blocked[group.own] = group, batch
@@ -226,7 +226,8 @@ def run(ranks: int, function: Callable[..., Any], *arguments: Any, world: Memory
 
 
 def _move(sent: Part | None, received: Part) -> None:
-    """Copy a matched message, once. On CUDA after the streams that wrote the source and posted the receive."""
+    """Copy a matched message, unless already copied. On CUDA, order the copy after the stream that wrote the source and the
+    stream that posted the receive."""
     assert sent is not None, "the batch is done"
     if sent.tensor is not None:
         _follow(sent.mark)

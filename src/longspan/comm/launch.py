@@ -29,8 +29,8 @@ _LOOK_SECONDS = 0.05
 def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int) -> Any:
     """Run `function(*arguments)` on `ranks` new processes of this machine and return the result of rank 0.
 
-    `function` must be at the top level of a module. If a rank fails or is killed, the others are ended at once. Raises
-    `CommError` with the first failed rank and its error. SIGINT and SIGTERM end all ranks and raise
+    `function` must be at the top level of a module. If a rank fails or is killed, all other ranks are ended at once, and
+    a `CommError` names the first failed rank and its error. SIGINT and SIGTERM end all ranks and raise
     `KeyboardInterrupt`.
     """
     # The CommError replaces the launcher's log of a failed rank.
@@ -72,7 +72,7 @@ def _enter(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def join_world(topology: Topology, timeout: timedelta, threads: int | None = None, device: str = "auto") -> Meshes:
-    """Initialise this rank's process groups, all with `timeout`, and return its meshes. Waits for all ranks first.
+    """Wait for all ranks, initialise this rank's process groups, all with `timeout`, and return the meshes.
 
     `device` is "cpu", "cuda" or "auto" (see `device_type`). Raises `SpecError` if this machine has too few devices, and
     `CommError` if another rank has failed.
@@ -95,9 +95,9 @@ def join_world(topology: Topology, timeout: timedelta, threads: int | None = Non
 
 
 def meet(store: dist.Store, world: int) -> None:
-    """Wait until `world` ranks have called this. No timeout: other ranks may still tokenise or load.
+    """Block until `world` ranks have called `meet`. No timeout: other ranks may still tokenise or load.
 
-    Raises `CommError` with a rank that has failed before its call, if any.
+    If a rank failed before its call, raises a `CommError` that names the rank.
     """
     if store.add("longspan/ranks", 1) == world:
         store.set("longspan/all", "")
@@ -113,7 +113,7 @@ def telling_others() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with suppress(Exception):  # an unreachable store must not replace the error itself
+        with suppress(Exception):  # an unreachable store must not hide the original error
             if under_torchrun():
                 store, rank, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))
                 store.set("longspan/failed", f"rank {rank} failed: {error}")

@@ -1,11 +1,11 @@
-"""Determines which batches of messages can finish under NCCL's rules. No tensors, no threads.
+"""Determine which batches of messages can finish under NCCL's rules. No tensors, no threads.
 
 A rank's batches on one communicator run in posting order. A batch finishes when each of its messages is matched, and a
 message matches only messages of the batch that the other rank runs:
 
     rank 0   [recv 1]  [send 1]         rank 1   [recv 0]  [send 0]         deadlock
 
-The n-th send from one rank to another matches the other's n-th receive from it.
+The n-th send from rank a to rank b matches the n-th receive of rank b from rank a.
 """
 
 from collections import Counter, defaultdict, deque
@@ -39,7 +39,7 @@ class Part:
 
 @dataclass(eq=False)
 class Batch:
-    """Messages that a rank posts together, or its part of a collective, which every rank of the communicator posts."""
+    """Messages that a rank posts together, or a rank's part of a collective, which every rank of the communicator posts."""
 
     rank: int
     sends: Sequence[Part] = ()
@@ -49,7 +49,7 @@ class Batch:
     number: int = -1
     """Number of batches that this rank posted before."""
     unmet: int = -1
-    """Number of unmatched ends. -1: the batch has not begun."""
+    """Number of unmatched ends, or -1 if the batch has not begun."""
 
     @property
     def done(self) -> bool:
@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass
 class Communicator:
-    """One communicator of `size` ranks. Sends of up to `buffered` bytes finish unmatched, as small ones may on NCCL."""
+    """One communicator of `size` ranks. Sends of up to `buffered` bytes finish unmatched, as small sends may on NCCL."""
 
     size: int
     buffered: int = 0
@@ -71,7 +71,7 @@ class Communicator:
         self.queues, self._posted = [deque() for _ in range(self.size)], [0] * self.size
 
     def post(self, batch: Batch) -> list[Batch]:
-        """Queue a batch. Return the batches of any rank that finish by it. Raises `CommError` for unequal ends."""
+        """Queue a batch. Returns the batches, of any rank, that it completes. Raises `CommError` if two ends differ."""
         batch.number, self._posted[batch.rank] = self._posted[batch.rank], self._posted[batch.rank] + 1
         for part in (*batch.sends, *batch.receives):
             part.batch = batch
@@ -80,7 +80,7 @@ class Communicator:
         return list(self._advance(batch.rank)) if len(queue) == 1 else []
 
     def _advance(self, rank: int) -> Iterator[Batch]:
-        """Begin the first batch of a rank, and each batch that it unblocks. Yield the finished batches."""
+        """Begin the first batch of a rank, and each batch unblocked by this. Yield the finished batches."""
         ready = [rank]
         while ready:
             rank = ready.pop()
@@ -119,7 +119,7 @@ class Communicator:
         return [each for each in touched if each.done and each in self.queues[each.rank]]
 
     def _gather(self, batch: Batch) -> list[Batch]:
-        """Begin a collective. Return the batches of all ranks once every rank runs it."""
+        """Begin a collective. Returns the batches of all ranks when the last rank begins, else an empty list."""
         batch.unmet = 1
         firsts = [queue[0] for queue in self.queues if queue and queue[0].collective and queue[0].unmet == 1]
         if odd := next((first for first in firsts if first.collective != batch.collective), None):
@@ -143,7 +143,7 @@ class Communicator:
         return firsts
 
     def waits_for(self, rank: int) -> tuple[str, list[int]]:
-        """Describe what the first batch of a rank waits for, and return the ranks that have not posted it."""
+        """Return (what the first batch of a rank waits for, in words; the ranks that have not posted the other end)."""
         if not self.queues[rank]:
             return "has nothing in flight", []
         first = self.queues[rank][0]

@@ -15,8 +15,8 @@ class Meshes:
     """Three meshes over the ranks of one world.
 
     data     pp, dp, cp, tp              rows differ over dp, tokens of a row over cp, layers over pp
-    weights  pp, replica, shard, tp      FSDP2 shards over `shard` = inner dp x cp; HSDP keeps `replica` copies
-    experts  pp, edp, ep                 the ranks of the MLP, folded: experts over ep, each sharded over edp
+    weights  pp, replica, shard, tp      FSDP2 shards over `shard` = inner dp x cp; HSDP keeps `replica` replicas
+    experts  pp, edp, ep                 the same ranks, folded for the MLP: experts over ep, each sharded over edp
     """
 
     topology: Topology
@@ -26,7 +26,7 @@ class Meshes:
     tokens: dist.ProcessGroup
     """Ranks that hold tokens of one micro-batch: tp x cp."""
     ends: dist.ProcessGroup | None
-    """First and last rank of this pipeline. None if this rank is neither, or if pp is 1."""
+    """Group of the first and last rank of this pipeline. None if this rank is neither, or if pp is 1."""
 
     @classmethod
     def of(cls, topology: Topology, device_type: str) -> "Meshes":
@@ -62,8 +62,8 @@ _OF_WEIGHTS = ("replica", "shard", "edp")
 def _make_groups(topology: Topology) -> dict[str, dist.ProcessGroup]:
     """Create this rank's group of each axis, by name. Collective over the world.
 
-    Axes with the same ranks share one group. But weights never share a group with the model, unless it has one rank:
-    NCCL runs the operations of a group in posting order, so that a hop would wait behind a gradient.
+    Axes with the same ranks share one group. But axes of weights share no group with axes of the model, except groups of
+    one rank: NCCL runs the operations of a group in posting order, so a hop would wait behind a gradient.
     """
     world = dist.group.WORLD
     assert world is not None, "the world is initialised"
@@ -81,8 +81,8 @@ def _make_groups(topology: Topology) -> dict[str, dist.ProcessGroup]:
 def _ends(topology: Topology) -> _Partition:
     """Return the partition into first and last ranks of each pipeline, and the ranks between them.
 
-    The latter need no group. But torch derives the name of a new group from the number of groups that a rank is in,
-    which must therefore be equal on all ranks.
+    The ranks between need no group. But torch derives the name of a new group from the number of groups that a rank is
+    in, and this number must be equal on all ranks.
     """
     stages = topology.groups("pp")
     ends = [ranks if len(ranks) < 3 else (ranks[0], ranks[-1]) for ranks in stages]

@@ -13,8 +13,8 @@ def exchange_rows(x: torch.Tensor, sent: list[int], received: list[int], group: 
     """Send rows to the ranks of `group`, and return the rows received, in rank order. Collective, differentiable.
 
     x `(sum(sent), E)` -> `(sum(received), E)`. The first `sent[0]` rows go to rank 0 of the group, the next `sent[1]`
-    to rank 1, and so on; `received[r]` rows come from rank r and must equal its `sent` for this rank. Any count may be
-    0. Backward swaps the two. `group` None is a group of this rank alone and returns `x`.
+    to rank 1, and so on. `received[r]` rows come from rank r, and must equal the `sent` of rank r for this rank. Any count
+    may be 0. Backward swaps `sent` and `received`. `group` None is a group of this rank alone and returns `x`.
 
     Raises `SpecError` for counts that do not fit, and `CommError` if a peer is gone.
     """

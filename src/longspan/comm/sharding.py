@@ -1,4 +1,4 @@
-"""Shard a global tensor into the ranks' local slots, and unshard them."""
+"""Shard a global tensor into the ranks' local slots, and unshard local slots."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -80,6 +80,6 @@ def _check(x: torch.Tensor, seq_len: int, dim: int) -> int:
     if x.shape[dim] != seq_len:
         raise SpecError(
             f"dim {dim} of a tensor of shape {tuple(x.shape)} has {x.shape[dim]} rows; the sequence has {seq_len} tokens",
-            hint="give the global tensor; this one may be sharded already, or have its sequence in another dim",
+            hint="give the global tensor; this tensor may be sharded already, or have its sequence in another dim",
         )
     return dim % x.ndim

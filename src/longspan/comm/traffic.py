@@ -84,9 +84,10 @@ class Interval(NamedTuple):
 class Call:
     """One attention call and phase on this rank, filled in while it runs.
 
-    Bytes are payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per batch row, as
-    pairs on all heads. `blocks` are the 128 x 128 blocks of the computed tiles, counted like `pairs`. `rows_received`
-    counts KV rows. On CUDA, seconds are device time, and reading them synchronises; NaN if not requested.
+    Bytes are payloads handed to the backend. `pairs` are the query-key pairs that kernels computed, per batch row,
+    times this rank's share of the heads. `blocks` are the 128 x 128 blocks of the computed tiles, counted like `pairs`.
+    `rows_received` counts KV rows. On CUDA, seconds are device time, and reading seconds synchronises. Seconds are NaN
+    if not requested.
     """
 
     phase: Phase
@@ -104,9 +105,9 @@ class Call:
     collectives: int = 0
     kernel_calls: int = 0
     pairs_computed: int = 0
-    """Pairs on this rank's heads, which are one of `head_shares` equal shares."""
+    """Pairs on this rank's heads. This rank has `1 / head_shares` of the heads."""
     blocks_computed: int = 0
-    """Blocks on this rank's heads, of the plan's tiles, however a kernel splits them."""
+    """Blocks on this rank's heads, counted on the plan's tiles, not on the tiles into which a kernel splits these."""
     head_shares: int = 1
     start: Any = field(default=None, repr=False)
     end: Any = field(default=None, repr=False)
@@ -178,7 +179,7 @@ class Call:
 
     @property
     def seconds_communication(self) -> float:
-        """Time in which at least one hop was in flight: posted, and not yet waited for."""
+        """Seconds in which at least one hop was in flight, from its post to the end of its wait."""
         if isinstance(self.clock, NoClock):
             return float("nan")
         total = reached = 0.0
@@ -227,7 +228,7 @@ def record(timed: Timed = "all") -> Iterator[Calls]:
     """Collect a `Call` for every attention call and phase that this process starts inside the block.
 
     On CUDA each measured interval costs two events. `timed="waiting"` measures only each call and its waits, with
-    pooled events, and reads all of them when the block ends, after one synchronisation. Seconds in kernels, merging and
+    pooled events, and reads all events when the block ends, after one synchronisation. Seconds in kernels, merging and
     communication are then NaN. On CPU everything is timed.
     """
     calls = Calls()
@@ -260,7 +261,7 @@ def _profiled(name: str) -> AbstractContextManager[Any]:
 
 
 def _clocks(device: torch.device) -> tuple[Clock, Clock]:
-    """Return the clocks for details, and for the call and its waits, as the open recorders request on CUDA."""
+    """Return (clock of activities and hops, clock of the call and its waits), as the open recorders request on CUDA."""
     if device.type != "cuda":
         clock = WallClock()
         return clock, clock

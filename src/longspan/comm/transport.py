@@ -20,7 +20,7 @@ class Work(Protocol):
     """Messages in flight."""
 
     def wait(self) -> object:
-        """Return when the messages have arrived and left. On CUDA, make the current stream wait for that."""
+        """Block until the messages have been sent and received. On CUDA, make only the current stream wait."""
         ...
 
 
@@ -88,12 +88,12 @@ class TorchTransport(Transport):
         return device if device.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
     def connect(self, device: torch.device) -> None:
-        # Without device_id, NCCL connects a group in its first operation, in which all ranks must take part.
+        # Without device_id, NCCL connects a group in the first operation, so all ranks must take part in that operation.
         mine = torch.zeros(1, device=self.carries(device))
         self.all_gather(mine.new_empty(self.size), mine)
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message]) -> Sequence[Work]:
-        # Receive first: gloo announces a receive to the peer only after the sends it has begun.
+        # Receive first: gloo announces a receive to the peer only after all sends begun before.
         operations = [dist.P2POp(dist.irecv, x, group=self.group, group_peer=peer) for peer, x in receives]
         operations += [dist.P2POp(dist.isend, x, group=self.group, group_peer=peer) for peer, x in sends]
         works: Sequence[Work] = dist.batch_isend_irecv(operations)

@@ -23,7 +23,7 @@ def attention(
     softcap: float | None = None,
     alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention of this rank's queries over all keys of the sequence that the plan's mask shows them.
+    """Softmax attention of this rank's queries over all keys of the sequence that are visible in the plan's mask.
 
     q `(B, H, T, D)`, k `(B, K, T, D)`, v `(B, K, T, Dv)` are this rank's slots. Returns `(B, H, T, Dv)` in q's dtype, 0
     for padding slots and for queries that see no key.
@@ -36,13 +36,13 @@ def attention(
       heads that this rank computed, as for any replicated parameter.
     - `softcap` c: replaces a score s by `c tanh(s / c)`.
     - `alibi` `(H,)`: subtracts `alibi[h] |i - j|` from a score after the soft-cap, i and j on the global token axis. On
-      CUDA `flex` supports both and `flash2` a soft-cap. Otherwise the slow reference kernel computes them.
+      CUDA, `flex` supports `softcap` and `alibi`, and `flash2` supports `softcap`; otherwise the slow reference kernel runs.
 
     Collective: every rank of the group makes the same calls, forward and backward. Raises `SpecError` before any
     exchange if the tensors do not fit the plan, `DisagreementError` if ranks differ, and `CommError` if a peer is lost
-    (gloo; under NCCL the watchdog ends the process). On CUDA, ranks compare only the first call of each kind: a rank
-    with an error in a later call raises alone. Otherwise as `scaled_dot_product_attention`, autocast included, without
-    a mask argument or dropout. Differentiable once, in reverse mode.
+    (gloo; under NCCL the watchdog ends the process). On CUDA, ranks compare only the first call of each kind: an error in
+    a later call is raised only on the rank that has it. Autocast applies as in `scaled_dot_product_attention`. There is
+    no mask argument and no dropout. Differentiable once, in reverse mode.
     """
     return attend(q, k, v, share_of(plan, group, kernel), scale, sink, softcap, alibi)
 
@@ -57,7 +57,7 @@ def attend(
     softcap: float | None = None,
     alibi: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`attention` with a rank's share of a plan. Compiled code calls this, so that one graph serves all plans."""
+    """`attention` with a rank's share of a plan. Compiled code calls `attend`, so that one graph serves all plans."""
     refuse_transforms(q, k, v, sink)
     q, k, v = autocast_like_sdpa(q, k, v)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -74,8 +74,8 @@ def share_of(
 ) -> ShareRef:
     """Return this rank's share of a plan in a group. The share is made once and cached on the plan.
 
-    `agreed` holds the kinds of call that the ranks have compared already. Only a caller whose ranks have compared the
-    plan of that `name` may pass it.
+    `agreed` holds the kinds of call that the ranks have already compared. Pass `agreed` only if the ranks have compared
+    the plan of that `name`.
     """
     process_group = as_group(group, plan.degrees.levels)
     kept = plan.attachments

@@ -35,15 +35,15 @@ class ContextParallel:
 
     - `layout`: "contiguous", "zigzag", "striped" or "balanced". "balanced" is computed from the masks of each sequence.
     - `route`: a name of `longspan.names.ROUTES`, or "auto" for the cheapest route by `costs`.
-    - `heads`: (query heads, KV heads) on one rank, after tensor parallelism of degree `tp`. For routes that move heads.
+    - `heads`: (query heads, KV heads) on one rank, after tensor parallelism of degree `tp`. Required by routes that move heads.
     - `inner`: inner degree of a route of two levels. Default: the inner axis of a 2-D mesh; otherwise chosen.
     - `comm_dtype`: bf16 or fp8, as a torch dtype or by name, rounds keys and values in flight. Default: none.
     - `pad_to_multiple_of`: pads each rank's local length with padding slots to a multiple.
-    - `layers`: number of layers that use the mask of each name, the mask's weight in "balanced". Default: 1 each.
-    - `min_split_tokens`: "balanced" splits no shorter document, though token counts then differ between ranks (see
-      `longspan.advise.Costs.min_split_tokens`).
+    - `layers`: mask name -> number of layers that use the mask, which is its weight in "balanced". Default: 1 each.
+    - `min_split_tokens`: "balanced" splits no document shorter than this, even if token counts then differ between ranks
+      (see `longspan.advise.Costs.min_split_tokens`).
 
-    Raises `SpecError` for options that no sequence could be planned with.
+    Raises `SpecError` if no sequence could be planned with these options.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ContextParallel:
 
     @classmethod
     def by(cls, group: Group, planner: Planner, kernel: str = "auto") -> "ContextParallel":
-        """Build from a `Planner`, such as the one that planned the run, instead of from its options."""
+        """Build from a `Planner` instead of from options, such as the planner of a training run."""
         made = cls.__new__(cls)
         made._start(_group_of(group, planner.route, planner.inner)[0], planner, kernel)
         return made
@@ -100,7 +100,7 @@ class ContextParallel:
 
         `mask` is one mask, named "full", or a mapping from names to masks over the same tokens. Collective: the ranks
         compare layout, masks, route and, if given, `ids` (the global input ids, or a digest of the batch). If ranks
-        differ, all of them raise `DisagreementError`, which names the ranks, before any other exchange.
+        differ, every rank raises a `DisagreementError` that names the differing ranks, before any other exchange.
         """
         problem: Exception | None = None
         what = {"layouts, masks or routes": b"", "token ids": b""}
@@ -113,7 +113,7 @@ class ContextParallel:
                 what["token ids"] = ids
         except (
             Exception
-        ) as error:  # of any type: check_agreement raises on the other ranks too, which would hang otherwise
+        ) as error:  # of any type: check_agreement also raises on the other ranks, which would hang otherwise
             problem = error
         check_agreement(self.group, what, problem)
         yield sequence
@@ -129,7 +129,7 @@ class ContextParallel:
 
 
 def _group_of(mesh_or_group: Group, route: str, inner: int | None) -> tuple[RankGroup | None, int | None]:
-    """Return the group of all ranks, and the inner degree. A 2-D mesh sets the degree."""
+    """Return (group of all ranks, inner degree). A 2-D mesh sets the inner degree."""
     if isinstance(mesh_or_group, DeviceMesh) and mesh_or_group.ndim == 2:
         if route not in ROUTES or ROUTES[route].heads not in ("inner", "outer"):
             raise SpecError(
@@ -160,12 +160,12 @@ class Sequence:
         lengths = {name: mask.seq_len for name, mask in masks.items()}
         if len(set(lengths.values())) != 1:
             raise SpecError(
-                f"masks over different numbers of tokens: {lengths}",
-                hint="make all masks of a batch over the same tokens",
+                f"the masks of a batch cover different numbers of tokens: {lengths}",
+                hint="give masks with the same seq_len",
             )
         self.cp = cp
         self.layout, self.plans = cp.plans(masks)
-        # Apart from the plans: compiled code reads only the shares, so that it does not guard on a plan of one batch.
+        # Kept apart from the plans: compiled code reads only the shares, and so does not guard on the plan of one batch.
         self._shares = {name: share_of(plan, cp.group, cp.kernel, name, cp.agreed) for name, plan in self.plans.items()}
 
     @property
@@ -190,7 +190,7 @@ class Sequence:
         softcap: float | None = None,
         alibi: Tensor | None = None,
     ) -> Tensor:
-        """Run `longspan.attention` with the plan of the named mask. A single mask need not be named."""
+        """Run `longspan.attention` with the plan of the named mask. `mask` may be omitted if there is only one."""
         return attend(q, k, v, self._shares[self._named(mask)], scale, sink, softcap, alibi)
 
     def projected_attention(
@@ -225,7 +225,7 @@ class Sequence:
     def shard(self, x: Tensor | Mapping[str, Tensor], dim: int | Mapping[str, int]) -> Tensor | dict[str, Tensor]:
         """Return this rank's slots of a global tensor, or of each tensor of a mapping: `dim` shrinks from `S` to `T`.
 
-        `dim` of a mapping may be a mapping too. Shift labels before sharding, with `longspan.data.shift_labels`.
+        If `x` is a mapping, `dim` may be a mapping too. Shift labels before sharding, with `longspan.data.shift_labels`.
         Padding slots hold -100 in "labels", -1 in "position_ids" and 0 elsewhere. Raises `SpecError` for a tensor that
         is already sharded.
         """

@@ -13,7 +13,7 @@ def documents_mask(lengths: Sequence[int], parents: Sequence[int] = (), window: 
 
     `parents[n]` is the document that document n sees as well, or -1 for none. Default: no document has a parent. One
     parent of all other documents gives `Mask.shared_prefix`. `window` counts positions, which continue from the
-    parent's end: the tokens between the two on the token axis are added to the bound of `i - j`.
+    parent's end: tokens between a document and its parent on the token axis are added to the bound of `i - j`.
     """
     mask = Mask.documents(lengths, window=window)
     if not parents:

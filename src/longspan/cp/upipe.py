@@ -42,8 +42,8 @@ class Projections:
     """The linear projections of an attention layer, as weights `(out, in)`.
 
     q `(H D, E)`, k and v `(K D, E)`, o `(E, H D)`; biases are optional. `head_dim` is D. `on_q` and `on_k` are applied
-    to a few heads `(B, heads, T, D)` at a time before the exchange, such as rotary embedding or a norm; they must treat
-    all heads alike. `used` are the tensors inside `on_q` and `on_k` that need gradients.
+    to a few heads `(B, heads, T, D)` at a time before the exchange, such as rotary embedding or a norm; `on_q` and `on_k`
+    must treat all heads alike. `used` lists the tensors inside `on_q` and `on_k` that need gradients.
     """
 
     q: Tensor
@@ -70,11 +70,12 @@ def projected_attention(
     scale: float | None = None,
     kernel: str = "auto",
 ) -> Tensor:
-    """A whole attention layer on this rank's slots, `x (B, T, E)` -> `(B, T, E)`, by a plan of route "upipe".
+    """A complete attention layer on this rank's slots, `x (B, T, E)` -> `(B, T, E)`, by a plan of route "upipe".
 
-    `heads_per_stage` is the number of query heads computed at a time, the same on each rank. Default: the smallest
-    valid number. Raises `SpecError`, with the valid numbers, for an invalid one, and as `attention` does.
-    Differentiable in x, all weights and `used`; backward recomputes attention. Collective, as `attention` is.
+    `heads_per_stage` is the number of query heads computed at a time, over all ranks, equally many per rank.
+    Default: the smallest valid number. If it is invalid, raises a `SpecError` that lists the valid numbers. Otherwise
+    raises as `attention` does. Differentiable in x, all weights and `used`; backward recomputes attention. Collective, as
+    `attention` is.
     """
     if not plan.staged:
         staged = next(name for name, route in ROUTES.items() if route.staged)
@@ -84,7 +85,7 @@ def projected_attention(
     refuse_transforms(x)
     if autocast_like_sdpa(x)[0] is not x:
         raise SpecError(
-            f"route {plan.route!r} was called under autocast; its projections run in the dtypes of x and the weights",
+            f"route {plan.route!r} was called under autocast; projections run in the dtypes of x and the weights",
             hint="disable autocast for this layer, and cast x and the weights to the dtype to compute in",
         )
     ref = share_of(plan, group, kernel)
@@ -108,7 +109,7 @@ class UpipeAttention(nn.Module):
         if head_dim is None and hidden_size % num_heads:
             raise SpecError(
                 f"hidden_size {hidden_size} is not a multiple of {num_heads} heads",
-                hint="change one of them, or give head_dim",
+                hint="change hidden_size or num_heads, or give head_dim",
             )
         self.head_dim = hidden_size // num_heads if head_dim is None else head_dim
         self.heads_per_stage = heads_per_stage
@@ -150,7 +151,7 @@ class _StagedAttention(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         share, stages, scale, projections = ctx.made_of
         x, *tensors = ctx.saved_tensors
-        # Use the saved weights, not those in `projections`: FSDP may have freed and gathered the latter again.
+        # Use the saved weights, because FSDP may have freed and gathered the weights in `projections` since.
         saved = replace(projections, **dict(zip(_WEIGHTS, tensors, strict=False)), used=tuple(tensors[len(_WEIGHTS) :]))
         dx, gradients = _Layer(share, stages, scale, saved, x).backward(dy)
         return (dx, None, None, None, None, *gradients)
@@ -168,7 +169,7 @@ class _Heads:
 
 @dataclass
 class _KV:
-    """The KV heads that successive stages share: on this rank's slots, exchanged, and their gradients so far."""
+    """The KV heads that successive stages share: on this rank's slots, after the exchange, and the gradients so far."""
 
     local: tuple[_Heads, _Heads]
     exchange: HeadExchange
@@ -210,7 +211,7 @@ class _Layer:
         return result.to(self.x.dtype)
 
     def backward(self, dy: Tensor) -> tuple[Tensor, list[Tensor | None]]:
-        """Return dx, and the gradients of the weights, in the order of `_WEIGHTS`, and of `used`."""
+        """Return (dx, gradients of the weights in the order of `_WEIGHTS` followed by those of `used`)."""
         D, dtype = self.maps.head_dim, self.x.dtype
         self.dx = torch.zeros_like(self.x, dtype=self.wide)
         weights = {name: getattr(self.maps, name) for name in _WEIGHTS}
@@ -244,7 +245,10 @@ class _Layer:
         return self.dx.to(dtype), [self.sums.get(name) for name in _WEIGHTS] + list(self.used)
 
     def _gather(self, stage: HeadStage, kv: _KV | None, meter: Call) -> tuple[HeadExchange, _Heads, Tensor, _KV]:
-        """Project and exchange the heads of a stage: all rows of this rank's heads. Reuses `kv` if given."""
+        """Project and exchange the heads of a stage. Returns (exchange, q before the exchange, q, k and v).
+
+        q, k and v hold all rows of this rank's heads of the stage. If `kv` is given, it is reused and only q is projected.
+        """
         exchange = HeadExchange(stage.share, self.share.work.slots, self.share.work.rows, self.share.group, meter)
         local_q, made_q = self._project("q", stage.query)
         if kv is not None:
@@ -256,7 +260,7 @@ class _Layer:
         return exchange, local_q, q, _KV((local_k, local_v), exchange, (k, v))
 
     def _project(self, name: str, heads: tuple[int, ...]) -> tuple[_Heads, Tensor]:
-        """Project x to these heads and transform them. Returns the record for backward, and `(B, heads, T, D)`."""
+        """Project x to these heads and transform the heads. Returns (record for backward, heads `(B, heads, T, D)`)."""
         D, bias = self.maps.head_dim, getattr(self.maps, f"{name}_bias")
         rows = self._weight_rows(name, heads)
         bias = None if bias is None else _take_heads(bias.unflatten(0, (-1, D)), heads).flatten()
@@ -270,8 +274,8 @@ class _Layer:
         if made.shape != projected.shape or made.dtype != projected.dtype:
             raise SpecError(
                 f"on_{name} (rotate) returned {tuple(made.shape)} {made.dtype} for {tuple(projected.shape)} "
-                f"{projected.dtype}; it must keep shape and dtype",
-                hint="rotate the heads it is given, in their dtype",
+                f"{projected.dtype}; shape and dtype must stay the same",
+                hint="rotate only the given heads, in their dtype",
             )
         return (_Heads(name, heads) if made is projected else _Heads(name, heads, projected, made)), made.detach()
 
@@ -333,7 +337,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _runs(heads: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield runs of consecutive heads as (first head, count). Indexing a CUDA tensor by a list would synchronise."""
+    """Yield ranges of consecutive heads as (first head, count). Indexing a CUDA tensor by a list would synchronise."""
     start = 0
     for place in range(1, len(heads) + 1):
         if place == len(heads) or heads[place] != heads[place - 1] + 1:
@@ -380,7 +384,7 @@ def _check(
 
 
 def _check_shapes(share: Share, x: Tensor, maps: Projections) -> None:
-    assert share.heads is not None, "the route asks for heads"
+    assert share.heads is not None, "the route requires heads"
     if x.ndim != 3 or x.shape[1] != share.work.slots:
         raise SpecError(
             f"x {tuple(x.shape)}: rank {share.work.rank} of the plan holds {share.work.slots} of {share.seq_len} tokens",
@@ -392,6 +396,6 @@ def _check_shapes(share: Share, x: Tensor, maps: Projections) -> None:
         weight: Tensor = getattr(maps, name)
         if tuple(weight.shape) != shape or weight.dtype != x.dtype or weight.device != x.device:
             raise SpecError(
-                f"projection {name} is {tuple(weight.shape)} {weight.dtype} on {weight.device}; {num_q} query and {num_kv} "
-                f"KV heads of dim {D} and x {tuple(x.shape)} need {shape} {x.dtype} on {x.device}"
+                f"projection {name} must be {shape} {x.dtype} on {x.device}, not {tuple(weight.shape)} {weight.dtype} on "
+                f"{weight.device}: x is {tuple(x.shape)}, with {num_q} query and {num_kv} KV heads of dim {D}"
             )

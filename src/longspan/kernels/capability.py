@@ -1,4 +1,4 @@
-"""Compute capability of a CUDA device, as kernels distinguish devices. Tests replace it to simulate other devices."""
+"""Compute capability of a CUDA device, as kernels distinguish devices. Tests replace the function to simulate devices."""
 
 import torch
 

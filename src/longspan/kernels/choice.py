@@ -27,7 +27,7 @@ KERNELS: dict[str, Kernel] = dict(zip(names.KERNELS, _MADE, strict=True))
 """Kernels in the order in which "auto" tries them, fastest first."""
 
 _CUDNN = 91501
-"""cuDNN 9.15.1, the oldest version with which torch itself prefers cuDNN attention on H100 and B200."""
+"""cuDNN 9.15.1: the oldest version for which torch itself prefers cuDNN attention on H100 and B200."""
 
 
 def check_kernel_name(name: str) -> str:
@@ -51,7 +51,7 @@ def choose_kernel(
 def choose_auto(
     q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None = None, regular: bool = False
 ) -> tuple[str, dict[str, str]]:
-    """Return the kernel that "auto" takes, and the reason against each kernel before it. Falls back to "reference"."""
+    """Return (kernel that "auto" takes, reason against each kernel tried before). Falls back to "reference"."""
     passed_over: dict[str, str] = {}
     for name, kernel in KERNELS.items():
         reason = kernel.refusal(q, k, v, change) or _reason_to_pass(name, q.device, change, regular)
@@ -62,7 +62,7 @@ def choose_auto(
 
 
 def _reason_to_pass(name: str, device: torch.device, change: ScoreChange | None, regular: bool) -> str | None:
-    """Return why "auto" passes over a kernel that could compute the call, or None."""
+    """Return why "auto" skips a kernel that could compute the call, or None."""
     if name == "flex" and change is None:
         return "FlexAttention compiles dozens of graphs, which pays only for soft-caps and ALiBi"
     if name != "cudnn":

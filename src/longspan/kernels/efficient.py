@@ -6,14 +6,14 @@
     # # . .     the last 2 keys          # # . .         # # # # .                   . # #     reverse order, then type 1
     # # # .     of each row              . # # .         # # # # #                   . . #     or 2
 
-The kernel for fp32, for K and V dims that differ, and for devices before Ampere. K and V heads are repeated for grouped
-queries, and their gradients summed in fp32. Backward adds atomically, in any order, unless torch's deterministic
-algorithms are on. Not run on a GPU yet; tests use a stand-in with its schema. From torch's kernel_forward.h and
-kernel_backward.h:
+"auto" uses this kernel for fp32, for K and V dims that differ, and on devices before Ampere. For grouped queries,
+K and V heads are repeated, and the gradients of the repeats are summed in fp32. Backward adds atomically, in any order,
+unless torch's deterministic algorithms are on. Not run on a GPU yet; tests use a stand-in with its
+schema. From torch's kernel_forward.h and kernel_backward.h:
 
 - lse is padded to a multiple of 32 rows, with inf in backward; for several sequences `(sequences, H, longest)`.
 - Every row starts at a multiple of 16 bytes. Backward assumes that `out` is contiguous.
-- The window of backward counts from the top left even for type 2, so that windows are used with type 1 only.
+- The window of backward counts from the top left even for type 2. Windows are therefore used with type 1 only.
 """
 
 from collections.abc import Sequence
@@ -71,7 +71,7 @@ class EfficientKernel:
         return _split(tile)
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        # Rows are padded to the longest tile of a call, so join only tiles of similar length.
+        # The operator pads rows to the longest tile of a call, so join only tiles of similar length.
         short, long = sorted((first.num_q, second.num_q))
         return long <= max(2 * short, _LSE_ROWS) and _shows(_mode(first), second)
 
@@ -122,7 +122,7 @@ def _find_mode(shape: Shape) -> Mode | None:
 
 
 def _shows(mode: Mode, shape: Shape) -> bool:
-    """Whether `mode` covers exactly the pairs of one more tile. Turned calls take one: sequences would swap."""
+    """Whether `mode` covers exactly the pairs of one more tile. A turned call takes one tile only: sequences would swap."""
     num_q, num_k, lo, hi = shape
     if mode.turned:
         return False
@@ -136,7 +136,7 @@ def _shows(mode: Mode, shape: Shape) -> bool:
 
 
 def _split(tile: Tile) -> Sequence[Tile]:
-    """Split a band into tiles that have modes: at the first row's lower edge, or at the last row that sees key 0.
+    """Split a band into tiles that have modes: at the lower edge of the first row, or after the last row that sees key 0.
 
     # # | # . .       # # | # . .        # # # #
     # # | # # .       . # | # # .        # # # #
@@ -180,7 +180,7 @@ def _lse_of_rows(lse: Tensor, shapes: tuple[Shape, ...], mode: Mode) -> Tensor:
 
 
 def _padded_lse(lse: Tensor, shapes: tuple[Shape, ...], mode: Mode) -> Tensor:
-    """Invert `_lse_of_rows`, contiguous. Padding is inf: weights of padded rows become 0."""
+    """Invert `_lse_of_rows`. The result is contiguous; padding is inf, so that the weights of padded rows become 0."""
     B, H, rows = lse.shape
     if len(shapes) > 1:
         padded = lse.new_full((H, len(shapes) * _longest(shapes)), _INF)

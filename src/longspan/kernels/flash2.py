@@ -1,7 +1,7 @@
 """The flash-attn 2 package, if installed. Its kernels have a soft-cap, which PyTorch's copy lacks.
 
-Calls `flash_attn.flash_attn_interface` (2.7 or later) below its autograd functions, since backward takes the `out` and
-`lse` over all keys. Not run on a GPU yet; tests use a stand-in with its signatures.
+Calls `flash_attn.flash_attn_interface` (2.7 or later) below its autograd functions, because backward here takes `out`
+and `lse` over all keys of the sequence. Not run on a GPU yet; tests use a stand-in with its signatures.
 """
 
 from collections.abc import Sequence

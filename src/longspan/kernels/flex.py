@@ -1,7 +1,8 @@
 """PyTorch's FlexAttention, by its public API: soft-cap and ALiBi in fused CUDA kernels, forward and backward.
 
-Its backward does not take the final `out` and `lse`. So our backward recomputes the tile's own out_i and lse_i, and
-gives them the gradients that follow from out = sum w_i out_i, lse = log sum exp(lse_i), w_i = exp(lse_i - lse):
+FlexAttention's backward does not accept the final `out` and `lse` of the sequence. So our backward recomputes out_i and
+lse_i of tile i, and gives FlexAttention their gradients, which follow from out = sum w_i out_i,
+lse = log sum exp(lse_i), w_i = exp(lse_i - lse):
 
     d out_i = w_i dout        d lse_i = w_i dout . (out_i - out)
 
@@ -26,7 +27,7 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 
 _BLOCK = 128
-"""Rows and keys of a block, which is skipped, computed whole or masked. FlexAttention is tuned for 128."""
+"""Rows and keys of a block. A block is skipped, computed without a mask, or masked. FlexAttention is tuned for 128."""
 _HAS_TRITON = find_spec("triton") is not None
 
 
@@ -60,7 +61,7 @@ class FlexKernel:
         self, saved: BackwardInputs, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = saved
-        # Operators run below autograd, which leaving inference mode restores; `enable_grad` alone records nothing.
+        # Custom operators run below autograd. Leaving inference mode restores recording; `enable_grad` alone does not.
         with torch.inference_mode(False), torch.enable_grad():
             qkv = [x.requires_grad_() for x in _alike(q, k, v)]
             own = _attend(qkv, shapes, scale, change)
@@ -77,7 +78,7 @@ def _attend(
     qkv: Sequence[Tensor], shapes: Sequence[Shape], scale: float, change: ScoreChange | None
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse (natural logarithm) of these tiles."""
-    # Backend TRITON_DECODE, for few rows, would be one more to compile; FLASH cannot differentiate lse.
+    # Backend TRITON_DECODE, for few rows, would be one more graph to compile. FLASH cannot differentiate lse.
     out, aux = _compiled()(
         *qkv, change and _score_mod(change, qkv[0]), _block_mask(tuple(shapes), qkv[0].device), scale, enable_gqa=True,
         kernel_options={"BACKEND": "TRITON"}, return_aux=AuxRequest(lse=True),
@@ -86,14 +87,14 @@ def _attend(
 
 
 def _cotangents(dout: Tensor, out: Tensor, lse: Tensor, own_out: Tensor, own_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return d out_i and d lse_i. The latter is computed from the rounded former, so that rounding cancels in the
-    derivative of a score, `d out_i . (v - out_i) + d lse_i = d out_i . (v - out)`."""
+    """Return (d out_i, d lse_i). d lse_i is computed from the rounded d out_i, so that rounding cancels in the derivative
+    of a score, `d out_i . (v - out_i) + d lse_i = d out_i . (v - out)`."""
     own_dout = (torch.exp(own_lse - lse).unsqueeze(-1) * dout).to(own_out.dtype)
     return own_dout, (own_dout * (own_out.to(lse.dtype) - out)).sum(-1)
 
 
 def _score_mod(change: ScoreChange, q: Tensor) -> Callable[..., Tensor]:
-    """Return the score_mod. Its parameters are tensors, so that another cap or other places do not recompile."""
+    """Return the score_mod. Its parameters are tensors, so that a change of cap or of places does not recompile."""
     wide = torch.promote_types(q.dtype, torch.float32)
     cap = slopes = rows = keys = None
     if change.softcap is not None:
@@ -117,9 +118,9 @@ def _score_mod(change: ScoreChange, q: Tensor) -> Callable[..., Tensor]:
 def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
     """Build the block mask of successive tiles from their bands: `create_block_mask` would materialise every pair.
 
-    A row sees keys `first` to `last`. Both are non-decreasing over rows, and the rows together see every key. So a
-    block is visible if the keys of its first to last row reach it, and whole if its first and its last row see all its
-    keys.
+    A row sees keys `first` to `last`; `first` and `last` are non-decreasing over rows, and the rows together see every
+    key. So a block is visible if it overlaps the keys from `first` of its first row to `last` of its last row. A block is
+    full if its first row and its last row see all its keys.
     """
     starts = list(accumulate((shape.num_k for shape in shapes), initial=0))
     tiles = [(start + np.arange(tile.num_q), tile, start) for tile, start in zip(shapes, starts[:-1], strict=True)]
@@ -130,10 +131,10 @@ def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
     bottom, right = (np.minimum(x + _BLOCK, length) - 1 for x, length in zip((top, left), lengths, strict=True))
     seen = (first[top] <= right.T) & (last[bottom] >= left.T)
     whole = (first[bottom] <= left.T) & (last[top] >= right.T)
-    whole &= (bottom - top == _BLOCK - 1) & (right - left == _BLOCK - 1).T  # a short block needs the mask
+    whole &= (bottom - top == _BLOCK - 1) & (right - left == _BLOCK - 1).T  # a block shorter than 128 needs the mask
     part, lists = seen & ~whole, dict[str, Any]()
     for name, blocks in {"kv": part, "full_kv": whole, "q": part.T, "full_q": whole.T}.items():
-        order = np.argsort(~blocks, axis=1, kind="stable")  # in each row, columns of the listed blocks first
+        order = np.argsort(~blocks, axis=1, kind="stable")  # in each row, list the columns of its blocks first
         lists[f"{name}_num_blocks"], lists[f"{name}_indices"] = (
             upload(torch.from_numpy(x.astype(np.int32, order="C")), device)[None, None] for x in (blocks.sum(1), order)
         )
@@ -149,8 +150,8 @@ def _block_mask(shapes: tuple[Shape, ...], device: torch.device) -> BlockMask:
 def _compiled(backend: str = "inductor") -> Callable[..., Any]:
     """Return compiled `flex_attention`, one for all calls. Uncompiled, it materialises the scores of all heads.
 
-    The first graph is for one length, the second for any: `dynamic=True` would save the first, but make the scale a
-    variable. Phases, dtypes, heads, score changes, and lengths of 1, of one block and of more make some dozens of
+    The first graph is for one length, the second for any length. `dynamic=True` would save the first graph, but make
+    the scale a variable. Phases, dtypes, heads, score changes, and lengths of 1, of one block and of more make some dozens of
     graphs, hence the higher limit. `fullgraph` makes a call beyond the limit raise instead of silently running
     uncompiled. `isolate_recompiles` keeps these graphs from using up the limit of the user's own `flex_attention`.
     """

@@ -1,6 +1,6 @@
 """Splits tiles for operators with three modes: full, causal for square tiles, and a costly additive mask.
 
-These are aten's flash attention on CPU and cuDNN's on CUDA. The sizes below measured best on CPU.
+These are aten's flash attention on CPU and cuDNN's on CUDA. The sizes below were the fastest on CPU, as measured.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ _BAND_ROWS = 64
 _BAND_COLUMNS = {8: 128, 4: 128, 2: 256}
 """Keys of a band that backward computes at a time, by itemsize."""
 _MASKED = 2048
-"""Longest part that is masked whole. Longer parts are masked at their ends only."""
+"""Longest part that is masked completely. Longer parts are masked only at their ends."""
 _SIDE = 128
 """Divisor of the sides of regular tiles."""
 _LEAF, _HALVED = 128, 1024
@@ -26,8 +26,8 @@ _LEAF, _HALVED = 128, 1024
 
 
 def are_regular(tiles: Iterable[Tile]) -> bool:
-    """Whether all tiles are full, or causal and square, with sides that are multiples of 128. Such shapes recur in
-    every batch, unlike those of documents; cuDNN builds a graph for each new shape."""
+    """Whether every tile is full, or causal and square, with sides that are multiples of 128. Such shapes recur in every
+    batch, unlike shapes of document tiles; cuDNN builds a graph for each new shape."""
     return all(
         tile.shape.num_q % _SIDE == tile.shape.num_k % _SIDE == 0 and causal_of(tile.shape) is not None
         for tile in tiles
@@ -35,7 +35,7 @@ def are_regular(tiles: Iterable[Tile]) -> bool:
 
 
 def split_by_modes(tile: Tile, dtype: torch.dtype, backward: bool) -> Sequence[Tile]:
-    """Split a tile into rectangles and lower triangles, which have modes, and a rest, which is masked.
+    """Split a tile into rectangles and lower triangles, which have modes, and remaining tiles, which are masked.
 
     # # | # . .     a lower trapezoid: rows that see every key (below), keys that every row sees (left), a triangle
     # # | # # .
@@ -106,7 +106,7 @@ def causal_of(shape: Shape) -> bool | None:
 
 @lru_cache(maxsize=16)
 def _additive_mask(shape: Shape, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return the mask `(num_q, num_k)`: 0 in the band, -inf elsewhere. Cached, since blocks of a window share it."""
+    """Return the mask `(num_q, num_k)`: 0 in the band, -inf elsewhere. Cached, because tiles of a window share a mask."""
     away = torch.arange(shape.num_q, device=device)[:, None] - torch.arange(shape.num_k, device=device)
     hidden = (away < shape.lo) | (away > shape.hi)
     return torch.zeros(shape.num_q, shape.num_k, dtype=dtype, device=device).masked_fill_(hidden, float("-inf"))

@@ -1,4 +1,4 @@
-"""Marks kernel calls that longspan makes itself, so that the drop-in does not intercept them."""
+"""Mark kernel calls that longspan makes itself, so that the drop-in does not intercept them."""
 
 import threading
 from collections.abc import Iterator

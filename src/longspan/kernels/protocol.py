@@ -1,8 +1,8 @@
 """The protocol of attention kernels, and the calls that compute tiles.
 
 A kernel computes one tile: `num_q` queries against `num_k` keys, whose visible pairs are a band (`Shape`). A tile is
-trimmed: every row sees a key. A kernel without a mode for a tile splits it into tiles that have one, whose results are
-merged. Successive tiles, such as those of packed documents, go to a kernel in one call if it can join them.
+trimmed: every row sees a key. A kernel that has no mode for a tile splits the tile into tiles that have one, and their
+results are merged. Successive tiles, such as those of packed documents, go to a kernel in one call if `joins` allows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ Tensor = torch.Tensor
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of a tile's backward. `out` and `lse` of its rows are over all keys of the sequence. Shapes as in
-    `Kernel.forward`; dout is shaped like out."""
+    """Inputs of a tile's backward. `out` and `lse` of the tile's rows are over all keys of the sequence. Shapes are as in
+    `Kernel.forward`; `dout` has the shape of `out`."""
 
     dout: Tensor
     q: Tensor
@@ -49,7 +49,7 @@ class Kernel(Protocol):
         ...
 
     def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
-        """Split the tile into disjoint tiles with the same pairs, for each of which this kernel has a mode."""
+        """Split the tile into disjoint tiles that cover the same pairs. This kernel has a mode for each of them."""
         ...
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
@@ -61,8 +61,8 @@ class Kernel(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """`(B, H, num_q, D), (B, K, num_k, D), (B, K, num_k, Dv)` -> out `(B, H, num_q, Dv)`, lse `(B, H, num_q)`.
 
-        For one tile, or several that `joins` allows, concatenated along rows and along keys. Rows see keys of their own
-        tile only. lse is the natural logarithm of the sum of exponentials, in fp32 (fp64 for fp64).
+        The inputs hold one tile, or several tiles that `joins` allows, concatenated along rows and along keys. Rows see
+        only keys of their own tile. lse is the natural logarithm of the sum of exponentials, in fp32 (fp64 for fp64).
         """
         ...
 
@@ -97,7 +97,7 @@ def launches(kernel: Kernel, tiles: Sequence[Tile], q: Tensor, backward: bool = 
 
 
 def _runs(kernel: Kernel, pieces: Sequence[Tile], q: Tensor) -> Iterator[list[Tile]]:
-    """Yield runs of pieces that go into one call."""
+    """Yield lists of successive pieces; each list goes into one call."""
     run: list[Tile] = []
     for piece in pieces:
         if run and not (

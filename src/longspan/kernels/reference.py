@@ -1,4 +1,4 @@
-"""The reference kernel: attention in plain math, a block of query rows at a time. Slow.
+"""The reference kernel: attention in plain math, computed for some query rows at a time. Slow.
 
 Any floating dtype (at least fp32 inside), any band, any device, K and V dims that may differ.
 """
@@ -14,7 +14,7 @@ from longspan.plan import Shape, Tile
 Tensor = torch.Tensor
 
 _BLOCK = 256
-"""Query rows at a time, which limits the scores in memory to `_BLOCK x num_k` per head."""
+"""Query rows computed at a time. Limits the scores in memory to `_BLOCK x num_k` per head."""
 
 
 class ReferenceKernel:
@@ -76,7 +76,8 @@ def _blocks(shape: Shape) -> Iterator[slice]:
 def _scores(
     q: Tensor, keys: Tensor, shape: Shape, rows: slice, scale: float, change: ScoreChange | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return scores `(B, K, H / K, rows, num_k)`, -inf outside the band, and the derivative of a score change."""
+    """Return (scores, derivative). Scores `(B, K, H / K, rows, num_k)` are -inf outside the band; the derivative is that of
+    `ScoreChange.apply_`."""
     scores, derivative = _grouped(_wide(q), keys.shape[1]) @ keys.unsqueeze(2).mT * scale, None
     if change is not None:
         scores, derivative = change.apply_(scores, rows)

@@ -1,9 +1,9 @@
 """Changes of scores before softmax, besides scaling.
 
     soft-cap c    s -> c tanh(s / c)                 Gemma 2 (arXiv:2408.00118)
-    ALiBi m       s -> s - m |i - j|, m by head      Press et al. (arXiv:2108.12409); i - j of the global token axis
+    ALiBi m       s -> s - m |i - j|, m by head      Press et al. (arXiv:2108.12409); i, j on the global token axis
 
-With both, the cap comes first, as in flash-attention.
+If both are set, the soft-cap applies first, as in flash-attention.
 """
 
 from dataclasses import dataclass, replace
@@ -15,8 +15,8 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class ScoreChange:
-    """Soft-cap, and ALiBi `slopes (H,)` of the given query heads. ALiBi also needs the places of a tile's `rows
-    (num_q,)` and `keys (num_k,)` on the token axis, int64."""
+    """Soft-cap, and ALiBi `slopes (H,)` of the given query heads. ALiBi also needs `rows (num_q,)` and `keys (num_k,)`: the
+    global token positions of a tile's rows and keys, int64."""
 
     softcap: float | None = None
     slopes: Tensor | None = None
@@ -25,7 +25,7 @@ class ScoreChange:
 
     @classmethod
     def of(cls, softcap: float | None, slopes: Tensor | None) -> "ScoreChange | None":
-        """Return None if nothing is changed."""
+        """Return the change, or None if both are None."""
         return None if softcap is None and slopes is None else cls(softcap, slopes)
 
     def of_heads(self, heads: slice) -> "ScoreChange":
@@ -33,8 +33,11 @@ class ScoreChange:
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
     def apply_(self, scores: Tensor, rows: slice) -> tuple[Tensor, Tensor | None]:
-        """Change scores `(B, K, H / K, num_q, num_k)` of some rows of the tile in place. Return them, and the
-        derivative of the changed by the original scores (None: 1)."""
+        """Change the scores `(B, K, H / K, num_q, num_k)` of some rows of the tile in place.
+
+        Returns (changed scores, d changed / d original). The derivative has the shape of the scores, or is None if it
+        is 1 everywhere.
+        """
         derivative = None
         if self.softcap is not None:
             scores.div_(self.softcap).tanh_()

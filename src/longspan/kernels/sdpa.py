@@ -2,9 +2,9 @@
 
     CPU    `_scaled_dot_product_flash_attention_for_cpu`: full, causal for square tiles, or an additive mask, which is slow
     CUDA   `_flash_attention_forward`: full, causal and bands (a window aligned to the bottom right). FlashAttention-2 on every
-           device, Hopper included, unless the program activated another (`activate_flash_attention_impl`)
+           device, also on Hopper, unless the program activated another (`activate_flash_attention_impl`)
 
-Both take grouped heads. Tests compare each mode with plain math; the CUDA calls through a stand-in.
+Both operators take grouped heads. Tests compare each mode with plain math, and the CUDA calls through a stand-in.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 aten = torch.ops.aten
 
 _TALL = 512
-"""CPU backward of a tile with fewer rows is faster in fp32 than in bf16 or fp16 (as measured)."""
+"""On CPU, backward of a tile with fewer rows is faster in fp32 than in bf16 or fp16, as measured."""
 
 _CPU_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -53,7 +53,7 @@ class SdpaKernel:
         return split_for_windows(tile) if device.type == "cuda" else split_by_modes(tile, dtype, backward)
 
     def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        # On CPU equal tiles form a batch; on CUDA sequences of any length share the window of the first.
+        # On CPU, tiles of equal shape form a batch. On CUDA, sequences of any length share the window of the first tile.
         return shows(window_of(first), second) if device.type == "cuda" else first == second
 
     def forward(

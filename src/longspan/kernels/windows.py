@@ -1,5 +1,5 @@
-"""Tiles for flash kernels on CUDA, which take a band as a window aligned to the bottom right, and several sequences in
-one call.
+"""Tiles for flash kernels on CUDA. These kernels take a band as a window aligned to the bottom right, and several
+sequences in one call.
 
     # # . .     right 0            . # # .     left 1, right 1
     # # # .     (open to the       . . # #
@@ -27,16 +27,16 @@ Window = tuple[int | None, int | None]
 
 
 def split_for_windows(tile: Tile) -> Sequence[Tile]:
-    """Split a banded tile that is taller than wide at the rows that see every key. Other tiles are not split.
+    """Split a banded tile with more rows than keys before and after the rows that see every key. Keep other tiles.
 
-    The operator takes a window side of `num_k` or more as open, and an open side as `num_k`, which is wrong for tall
-    tiles. The rows before and after those that see every key form tiles at least as wide as tall.
+    The operator treats a window side of `num_k` or more as open, and an open side as `num_k`, which is wrong for tiles
+    with more rows than keys. The first and the last part have at least as many keys as rows.
     """
     num_q, num_k, lo, hi = tile.shape
     if num_q <= num_k or not (tile.shape.has_lo or tile.shape.has_hi):
         return (tile,)
     last_key = min(max(num_k - 1 + lo, 0), num_q)  # the first row that sees the last key
-    first_key = min(max(hi + 1, last_key), num_q)  # the first row from there on that misses the first key
+    first_key = min(max(hi + 1, last_key), num_q)  # the first row at or after `last_key` that misses the first key
     edges = (0, last_key, first_key, num_q)
     parts = (part_of(tile, start, stop, 0, num_k) for start, stop in pairwise(edges))
     return [part for part in parts if part is not None]
@@ -50,7 +50,7 @@ def window_of(shape: Shape) -> Window:
 
 
 def shows(window: Window, shape: Shape) -> bool:
-    """Whether the window covers exactly the pairs of a tile: each side is the tile's, or covers its open side."""
+    """Whether the window covers exactly the pairs of a tile. Each side must equal the tile's side, or cover an open side."""
     beyond = (shape.num_k - 1, shape.num_q - 1)
     own = window_of(shape)
     return all(w == o or (o is None and w is not None and w >= b) for w, o, b in zip(window, own, beyond, strict=True))
@@ -72,8 +72,8 @@ def flash_forward(
 def flash_backward(
     operator: Callable[..., Any], saved: BackwardInputs, shapes: Sequence[Shape], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv by an operator with the signature of `aten._flash_attention_backward`. It adds atomically, in
-    any order, unless torch's deterministic algorithms are on."""
+    """Return dq, dk, dv by an operator with the signature of `aten._flash_attention_backward`. The operator
+    adds atomically, in any order, unless torch's deterministic algorithms are on."""
     left, right = window_of(shapes[0])
     dout, q, k, v, out = (rows_first(x, shapes) for x in saved[:5])
     lse = saved.lse.contiguous() if len(shapes) == 1 else saved.lse[0].contiguous()
@@ -111,7 +111,7 @@ def heads_first(x: Tensor, shapes: Sequence[Shape]) -> Tensor:
 
 @lru_cache(maxsize=256)
 def sequences(shapes: tuple[Shape, ...], device: torch.device) -> tuple[Tensor | None, Tensor | None, int, int]:
-    """Return cumulative lengths of the sequences' rows and keys (None for one sequence), and the longest of each."""
+    """Return (cumulative row counts, cumulative key counts, most rows, most keys). Counts are None for one sequence."""
     queries, keys = [shape.num_q for shape in shapes], [shape.num_k for shape in shapes]
     if len(shapes) == 1:
         return None, None, queries[0], keys[0]
@@ -122,7 +122,7 @@ def sequences(shapes: tuple[Shape, ...], device: torch.device) -> tuple[Tensor |
 
 
 def parts_of(tile: Tile, *corners: tuple[int, int, int, int]) -> Iterator[Tile]:
-    """Yield the parts of a tile within each corner `(q0, q1, k0, k1)`, without empty parts."""
+    """Yield `part_of` of the tile for each `(q0, q1, k0, k1)`, without empty parts."""
     for corner in corners:
         part = part_of(tile, *corner)
         if part is not None:
@@ -130,7 +130,10 @@ def parts_of(tile: Tile, *corners: tuple[int, int, int, int]) -> Iterator[Tile]:
 
 
 def part_of(tile: Tile, q0: int, q1: int, k0: int, k1: int) -> Tile | None:
-    """Return the trimmed part of a tile within rows `q0..q1` and columns `k0..k1`, relative to it. None if empty."""
+    """Return the trimmed part of a tile within rows `q0..q1` and columns `k0..k1`, or None if the part is empty.
+
+    Rows and columns are counted from the tile's own first row and column.
+    """
     q0, q1 = tile.q0 + q0, min(tile.q0 + q1, tile.q1)
     k0, k1 = tile.k0 + k0, min(tile.k0 + k1, tile.k1)
     q0, q1 = max(q0, k0 + tile.lo), min(q1, k1 + tile.hi)

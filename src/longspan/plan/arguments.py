@@ -1,4 +1,4 @@
-"""Checks of integer arguments. The errors name the value; nothing is rounded."""
+"""Checks of integer arguments. An error names the value; no value is rounded."""
 
 from operator import index
 from typing import Any

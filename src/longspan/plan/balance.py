@@ -1,7 +1,7 @@
 """The balanced layout: spans chosen from the masks for equal tokens, nearly equal visible pairs, and few rows to move.
 
     a long document, causal    # # # # # # # # # # # #      its last tokens see the most keys
-    short documents            .. ... .. ... .. .           see few keys; each stays whole
+    short documents            .. ... .. ... .. .           see few keys; no short document is cut
     rank 0                     .. ... ..        # # #       takes from the top up to its share of the pairs
     rank 1                     ... .. .   # # # #           takes from the rest; short documents fill up its tokens
 
@@ -19,10 +19,10 @@ from longspan.plan.density import Density
 
 Array = np.ndarray
 Run = tuple[int, int]
-"""A run of tokens `(start, stop)`."""
+"""A contiguous range of tokens `(start, stop)`."""
 
 _SHORT = 0.25
-"""Documents up to this fraction of a shard are dealt whole; before that they count as a "fluid" of mean density."""
+"""Documents up to this fraction of a shard are dealt uncut. Until dealt, they count as a "fluid" of mean density."""
 _SLACK = 0.001
 """Relative excess over a rank's share of the pairs up to which the top of a document is still taken undiluted."""
 _EVEN = 0.01
@@ -55,13 +55,13 @@ def balanced_spans(density: Density, ranks: int, slots: int | None = None, min_s
 def _deal(
     shorts: Sequence[Run], holes: Sequence[int], share: Sequence[int], slots: int | None, min_split_tokens: int
 ) -> tuple[list[list[Run]], list[Run]]:
-    """Deal whole documents to ranks: longest first, each into the largest hole, else to the rank with most room.
+    """Deal uncut documents to ranks, longest first: each into the largest hole, else to the rank with most room.
 
-    Returns the documents of each rank, and the rest, which has to be cut.
+    Returns (documents of each rank, remaining documents). The remaining documents have to be cut.
     """
 
     def spare(rank: int, length: int) -> float:
-        """Tokens that a rank may take beyond its share, to keep a document of `length` tokens whole."""
+        """Tokens that a rank may take beyond its share, so that a document of `length` tokens is not cut."""
         if length < min_split_tokens:
             return length if slots is None else slots - share[rank]
         return 0 if slots is None else min(slots - share[rank], _EVEN * share[rank])
@@ -95,7 +95,7 @@ def _deal(
 class _Pouring:
     """Distribute documents to ranks, one rank after the other.
 
-    Results by rank: `taken` is the runs, `pairs` their visible pairs, `holes` the tokens left for documents in `fluid`.
+    Results by rank: `taken` ranges of tokens, `pairs` visible in these ranges, `holes` tokens left for documents in `fluid`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Pouring:
         self._take_fluid(self._tokens)
 
     def _pop_densest(self) -> Run:
-        """Remove and return the document whose last tokens see most, counting as many tokens as the rank lacks."""
+        """Remove and return the document whose last n tokens see most keys, where n is the number of tokens the rank lacks."""
         index = max(range(len(self._cut)), key=lambda i: self._top(*self._cut[i], self._tokens), default=None)
         if self._whole:
             start, stop = self._whole[0][2:]
@@ -164,7 +164,7 @@ class _Pouring:
         self._put_back(start + tokens - top, stop - top)
 
     def _dilute(self, start: int, stop: int) -> None:
-        """Take tokens that see few keys, while the top of `start..stop` still has the pairs that the rank lacks."""
+        """Take tokens that see few keys, as long as the top of `start..stop` still has the pairs that the rank lacks."""
         index = 0
         while index < len(self._whole) and self._tokens > 0:
             _, length, first, last = self._whole[index]
@@ -185,7 +185,7 @@ class _Pouring:
                 break
 
     def _take_sparse(self, start: int, stop: int) -> bool:
-        """Take from the bottom of the sparsest document, if sparser than the mean; documents already cut come first."""
+        """Take from the bottom of the sparsest document, if it is sparser than the mean. Prefers documents already cut."""
         mean = {run: self._between(*run) / (run[1] - run[0]) for run in self._cut}
         run = min(mean, key=mean.__getitem__, default=None)
         if run is not None and mean[run] < self._mean:
@@ -227,9 +227,9 @@ class _Pouring:
 
 
 def _even_out(density: Density, taken: list[list[Run]], pairs: list[int], longer_than: float) -> None:
-    """Swap a dense end on the rank with most pairs for a sparse beginning on the rank with fewest, until all are even.
+    """Swap a dense end on the rank with most pairs for a sparse beginning on the rank with fewest, until balanced.
 
-    Only runs longer than `longer_than` tokens are cut.
+    Only ranges longer than `longer_than` tokens are cut.
     """
     mean = sum(pairs) / sum(map(bool, taken))
     if max(pairs) <= (1 + _EVEN) * mean:
@@ -258,13 +258,16 @@ def _even_out(density: Density, taken: list[list[Run]], pairs: list[int], longer
 
 
 def _best_for(dense: Run, runs: Sequence[Run], between: Callable[[int, int], int]) -> Run:
-    """Choose the run whose beginning gains most in a swap with the end of `dense`: tokens times the first token's gain."""
+    """Choose the range of `runs` with the largest gain in a swap of its beginning for the end of `dense`.
+
+    The gain is estimated as tokens times the first token's gain.
+    """
     tokens, most = dense[1] - dense[0], between(dense[1] - 1, dense[1])
     return max(runs, key=lambda run: min(tokens, run[1] - run[0]) * (most - between(run[0], run[0] + 1)))
 
 
 class _Swap(NamedTuple):
-    """A swap of tokens at the end of `dense` for as many at the beginning of `sparse`."""
+    """A swap of n tokens at the end of `dense` for n tokens at the beginning of `sparse`."""
 
     between: Callable[[int, int], int]
     dense: Run
@@ -272,7 +275,7 @@ class _Swap(NamedTuple):
 
     @property
     def most(self) -> int:
-        """Number of tokens up to which `gain` rises: beyond, the two tokens swapped see equally many keys or fewer."""
+        """Number of tokens up to which `gain` rises. Beyond it, the dense token swapped sees no more keys than the sparse one."""
         between, end, begin = self.between, self.dense[1], self.sparse[0]
         room = min(end - self.dense[0], self.sparse[1] - begin)
         return _least(lambda n: between(begin + n, begin + n + 1) - between(end - n - 1, end - n), room, 0)
@@ -288,7 +291,7 @@ def _replace(runs: list[Run], run: Run, *parts: Run) -> None:
 
 
 def _joined(taken: Sequence[Sequence[Run]]) -> Array:
-    """Collect the spans `(n, 3)` of all ranks, each rank's in sequence order, with touching runs joined."""
+    """Collect the spans `(n, 3)` of all ranks, each rank's in sequence order, with touching ranges joined."""
     owner = np.repeat(np.arange(len(taken)), [len(runs) for runs in taken])
     runs = np.array([run for runs in taken for run in runs], dtype=np.int64).reshape(-1, 2)
     order = np.lexsort((runs[:, 0], owner))
@@ -299,7 +302,7 @@ def _joined(taken: Sequence[Sequence[Run]]) -> Array:
 
 
 def _least(value: Callable[[int], float], most: int, target: float) -> int:
-    """Bisect for the least `n` in `0..most` with `value(n) >= target`, else `most`. `value` does not fall."""
+    """Bisect for the least `n` in `0..most` with `value(n) >= target`, else `most`. `value` must be non-decreasing."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2

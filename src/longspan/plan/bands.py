@@ -1,7 +1,8 @@
 """The algebra of bands: trim, count and merge many bands at once.
 
 A band is six integers `(q0, q1, k0, k1, lo, hi)`: query `i` sees key `j` iff `q0 <= i < q1`, `k0 <= j < k1`,
-`lo <= i - j <= hi`. Bands come as int64 arrays `(n, 6)`. A tile is a band in local numbers, so all of this serves both.
+`lo <= i - j <= hi`. Bands come as int64 arrays `(n, 6)`. A tile is a band in local indices, so these functions take
+either.
 
       k0        k1
     q0 # # . . .      trimmed: every row sees a key, every column is seen,
@@ -19,10 +20,10 @@ UNBOUNDED = 1 << 60
 
 
 def trim(bands: Array) -> tuple[Array, Array]:
-    """Shrink bands `(n, 6)` to the rows and columns with a pair, drop empty bands. Returns the rest and their indices.
+    """Shrink bands `(n, 6)` to the rows and columns with a pair, and drop empty bands. Returns (bands kept, their indices).
 
-    Row `i` sees keys `i - hi .. i - lo`, so rows outside `[k0 + lo, k1 + hi)` see nothing; the same holds for columns.
-    One pass suffices: no remaining row loses a key when the columns shrink.
+    Row `i` sees keys `i - hi .. i - lo`, so rows outside `[k0 + lo, k1 + hi)` see nothing. Column `j` is seen by rows
+    `j + lo .. j + hi`. One pass suffices: no remaining row loses a key when the columns shrink.
     """
     q0, q1, k0, k1, lo, hi = bands.T
     q0, q1 = np.maximum(q0, k0 + lo), np.minimum(q1, k1 + hi)
@@ -61,8 +62,9 @@ def blocks(bands: Array, size: int = 128) -> Array:
 def merge(tiles: Array, group: Array) -> tuple[Array, Array]:
     """Join trimmed, disjoint tiles `(n, 6)` of the same group `(n,)` whose union is one band.
 
-    Two tiles are joined iff the band around both (hull of the ranges, widest diagonals) holds no other pair, that is,
-    iff its area is the sum of theirs. Neighbours are tried along the keys, then along the queries, until none join:
+    Two tiles are joined iff the band around the two tiles (hull of the ranges, widest diagonals) holds no other pair,
+    that is, iff the area of this band is the sum of the tiles' areas. Neighbours are tried along the keys, then along the
+    queries, until none join:
 
         [causal .     ]        zigzag's own step: a causal tile, a rectangle below it
         [full   causal]   ->   and a causal tile are one causal tile
@@ -84,14 +86,17 @@ def overlaps(starts: Array, stops: Array, sorted_starts: Array, sorted_stops: Ar
 
 
 def expand(first: Array, count: Array) -> tuple[Array, Array]:
-    """Repeat each row number `n` `count[n]` times, and pair the copies with `first[n], first[n] + 1, ...`."""
+    """Repeat each row number `n` `count[n]` times, and pair the copies with `first[n], first[n] + 1, ...`.
+
+    Returns (row numbers, paired values).
+    """
     index = np.repeat(np.arange(len(count)), count)
     within = np.arange(len(index)) - np.repeat(np.cumsum(count) - count, count)
     return index, first[index] + within
 
 
 def first_overlap(bands: Array) -> tuple[int, int] | None:
-    """Find two trimmed bands `(n, 6)` that share a pair: their indices, or None."""
+    """Return the indices of two trimmed bands `(n, 6)` that share a pair, or None if all are disjoint."""
     order = np.lexsort((bands[:, 2], bands[:, 0]))
     sorted_bands = bands[order]
     later_stop = np.searchsorted(sorted_bands[:, 0], sorted_bands[:, 1], side="left")
@@ -121,7 +126,7 @@ def _triangle(n: Array) -> Array:
 
 
 def _join_neighbours(tiles: Array, group: Array) -> tuple[Array, Array]:
-    """Join each tile with its successor if their union is one band; each pass halves a run of joinable tiles."""
+    """Join each tile with its successor if their union is one band. A pass halves a series of joinable tiles."""
     while len(tiles) > 1:
         a, b = tiles[:-1], tiles[1:]
         hull = np.stack([(np.maximum if c in (1, 3, 5) else np.minimum)(a[:, c], b[:, c]) for c in range(6)], axis=1)
@@ -129,7 +134,7 @@ def _join_neighbours(tiles: Array, group: Array) -> tuple[Array, Array]:
         fits = (group[:-1] == group[1:]) & (area(hull) == sizes[:-1] + sizes[1:])
         if not fits.any():
             break
-        # In a run of joinable tiles take every other pair, so that no tile is used twice.
+        # In a series of joinable tiles, take every other pair, so that no tile is used twice.
         index = np.arange(len(fits))
         run_start = np.maximum.accumulate(np.where(fits, -1, index))
         chosen = fits & ((index - run_start) % 2 == 1)

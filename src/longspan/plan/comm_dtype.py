@@ -3,7 +3,7 @@
 none   the tensors' own dtype
 bf16   2 bytes an element
 fp8    1 byte (e4m3) an element, and 1 byte of shared exponent for every 32 elements of a head: MXFP8 of the OCP
-       Microscaling Formats specification 1.0. No block spans two rows, so rows can be cut and forwarded freely.
+       Microscaling Formats specification 1.0. No group of 32 spans two rows, so any range of rows can be sent on its own.
 """
 
 from longspan.errors import SpecError
@@ -18,7 +18,7 @@ def check_comm_dtype(name: str | None) -> str | None:
     if name is not None and name not in COMM_DTYPES:
         raise SpecError(
             f"comm_dtype {name!r} is not known",
-            hint=f"choose one of {', '.join(COMM_DTYPES)}, or leave it out to send rows as they are",
+            hint=f"choose one of {', '.join(COMM_DTYPES)}, or leave comm_dtype out to send rows in their own dtype",
         )
     return name
 

@@ -1,4 +1,4 @@
-"""Cut bands over global tokens by a layout: into the tiles of one rank, or into runs of keys and the ranks that need them.
+"""Cut bands over global tokens by a layout: into the tiles of one rank, or into key ranges and the ranks that need them.
 
 Spans of step 1 are found by bisection. With stripes (one span `(rank, S, P)` each), query `i = r + P a` of rank `r` and
 key `j = s + P b` of rank `s` satisfy `lo <= i - j <= hi` iff
@@ -18,9 +18,10 @@ Array = np.ndarray
 
 
 def tiles_of(layout: Layout, mask: Mask, rank: int) -> tuple[Array, Array]:
-    """Return the tiles `(n, 6)` of `rank`, over its query slots and the source's key slots, and the sources `(n,)`.
+    """Return the tiles `(n, 6)` of `rank` and the source rank `(n,)` of each tile's keys.
 
-    Tiles are trimmed, merged if the union is one tile, and sorted by source, query, key.
+    A tile is over the query slots of `rank` and the key slots of its source. Tiles are trimmed, merged if the union is
+    one tile, and sorted by source, query, key.
     """
     tiles, source = algebra.merge(*_cut(layout, mask.array, rank, _QUERIES))
     order = np.lexsort((tiles[:, 2], tiles[:, 0], source))
@@ -28,19 +29,19 @@ def tiles_of(layout: Layout, mask: Mask, rank: int) -> tuple[Array, Array]:
 
 
 def rows_for(layout: Layout, mask: Mask, rank: int) -> Array:
-    """Runs of slots on `rank` that other ranks' queries see: int64 `(n, 3)`, that rank, start, stop; sorted, disjoint."""
+    """Slot ranges of `rank` that other ranks' queries see: int64 `(n, 3)`, (other rank, start, stop); sorted, disjoint."""
     tiles, other = _cut(layout, mask.array, rank, _KEYS)
     return _union(other[other != rank], tiles[other != rank])
 
 
 def rows_from(layout: Layout, mask: Mask, rank: int) -> Array:
-    """Runs of other ranks' slots that queries of `rank` see: int64 `(n, 3)`, that rank, start, stop; sorted, disjoint."""
+    """Slot ranges of other ranks that queries of `rank` see: int64 `(n, 3)`, (other rank, start, stop); sorted, disjoint."""
     tiles, other = _cut(layout, mask.array, rank, _QUERIES)
     return _union(other[other != rank], tiles[other != rank])
 
 
 def area_by_rank(layout: Layout, mask: Mask) -> Array:
-    """Visible pairs of each rank's queries: int64 `(ranks,)`. Cuts the queries alone, not the keys."""
+    """Visible pairs of each rank's queries: int64 `(ranks,)`."""
     totals = np.zeros(layout.ranks, dtype=np.int64)
     if layout.step > 1:
         for rank in range(layout.ranks):
@@ -54,9 +55,9 @@ def area_by_rank(layout: Layout, mask: Mask) -> Array:
 
 @dataclass(frozen=True)
 class Demand:
-    """Runs of key slots that other ranks need: disjoint, sorted by (source, start), all arrays int64 `(n,)`.
+    """Ranges of key slots that other ranks need: disjoint, sorted by (source, start), all arrays int64 `(n,)`.
 
-    `near` and `far` are the distances `(rank - source) mod ranks` to the nearest and farthest rank that needs the run.
+    `near` and `far` are the distances `(rank - source) mod ranks` to the nearest and farthest rank that needs the range.
     """
 
     source: Array
@@ -86,7 +87,7 @@ def _cut(layout: Layout, bands: Array, rank: int, side: int) -> tuple[Array, Arr
 
 
 def _clip(bands: Array, side: int, starts: Array, stops: Array) -> tuple[Array, Array, Array]:
-    """Clip one side of bands by disjoint, sorted spans: trimmed pieces, and the indices of their band and span."""
+    """Clip one side of bands by disjoint, sorted spans. Returns (trimmed pieces, index of each band, index of each span)."""
     band, span = algebra.overlaps(bands[:, side], bands[:, side + 1], starts, stops)
     pieces = bands[band]
     pieces[:, side] = np.maximum(pieces[:, side], starts[span])
@@ -142,13 +143,13 @@ def _renumber(tiles: Array, side: int, shift: Array, other_shift: Array) -> None
 
 
 def _union(rank: Array, tiles: Array) -> Array:
-    """Unite the keys of each rank's tiles into disjoint runs that do not touch: int64 `(n, 3)`, rank, start, stop."""
+    """Unite the keys of each rank's tiles into disjoint, non-touching ranges: int64 `(n, 3)`, (rank, start, stop)."""
     if not len(tiles):
         return np.empty((0, 3), dtype=np.int64)
     stride = int(tiles[:, 3].max()) + 1
     order = np.argsort(rank * stride + tiles[:, 2], kind="stable")
     rank, start, stop = rank[order], tiles[order, 2], tiles[order, 3]
-    reach = np.maximum.accumulate(rank * stride + stop)  # runs of one rank never reach the next rank's numbers
+    reach = np.maximum.accumulate(rank * stride + stop)  # ranges of one rank never reach the next rank's numbers
     begins = np.concatenate(([True], (rank * stride + start)[1:] > reach[:-1])) | _changes(rank)
     last = np.append(np.flatnonzero(begins)[1:] - 1, -1)
     return np.stack((rank[begins], start[begins], reach[last] - rank[last] * stride), axis=1)
@@ -206,9 +207,10 @@ def _cut_where_spans_change(pieces: Array, start: Array) -> tuple[Array, Array]:
 
 
 def _distances(owner: Array, first: Array, last: Array, source: Array, ranks: int) -> tuple[Array, Array]:
-    """Nearest and farthest distance from `source` to the owners of spans `first..last`; 0 if `source` owns all.
+    """Return the least and greatest distance from `source` to the owners of spans `first..last`; 0 if `source` owns all.
 
-    Spans whose owners count up or down by one form a run, whose owners are an interval. Zigzag has two runs.
+    Successive spans whose owners count up or down by one form a series, and the owners in a series form an interval.
+    Zigzag has two series.
     """
     change = np.diff(owner)
     run = np.concatenate(([0], np.cumsum(_starts_run(change))))
@@ -226,13 +228,13 @@ def _distances(owner: Array, first: Array, last: Array, source: Array, ranks: in
 
 
 def _starts_run(change: Array) -> Array:
-    """Whether a new run of owners begins: the step is not +1 or -1, or differs from the step before."""
+    """Whether a new series of owners begins: the step is not +1 or -1, or differs from the step before."""
     steady = np.abs(change) == 1
     return ~steady | np.concatenate(([False], steady[:-1] & (change[1:] != change[:-1])))
 
 
 def _spread(first: Array, length: Array, ranks: int) -> tuple[Array, Array]:
-    """Least and greatest nonzero of the `length` distances `first, first + 1, ... (mod ranks)`; 0 if there is none."""
+    """Return the least and greatest nonzero of the distances `first, ..., first + length - 1 (mod ranks)`; 0 if none."""
     last = first + np.minimum(length, ranks) - 1
     far = np.where(last >= ranks, ranks - 1, last)
     near = np.where((first == 0) | (last > ranks), np.minimum(1, far), first)
@@ -265,7 +267,7 @@ def _demand_of_stripes(layout: Layout, bands: Array) -> tuple[Array, ...]:
 
 
 def _flatten(source: Array, start: Array, stop: Array, near: Array, far: Array) -> Demand:
-    """Make runs disjoint: a row in several runs gets the least `near` and the greatest `far` of them."""
+    """Make ranges disjoint. A row in several ranges gets the least `near` and the greatest `far` of these ranges."""
     if not len(source):
         return Demand(source, start, stop, near, far)
     stride = int(stop.max()) + 1

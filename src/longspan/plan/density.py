@@ -1,6 +1,6 @@
 """Visible pairs of any range of queries, in closed form: the cost of a cut of the token axis.
 
-Along the queries, the number of keys in a band is piecewise linear; so is the sum over many bands.
+The number of keys that a query sees in a band is piecewise linear in the query, and so is the sum over many bands.
 
 keys per query     causal, 5 tokens   1 2 3 4 5        window 3   1 2 3 3 3        sum before token 3   6
 """
@@ -17,7 +17,7 @@ Array = np.ndarray
 
 
 class Density:
-    """Visible pairs by range of queries, summed over pairs (mask, weight)."""
+    """Visible pairs by range of queries: the weighted sum over masks, given as (mask, weight) tuples."""
 
     def __init__(self, masks: Sequence[tuple[Mask, int]]) -> None:
         self.masks = masks
@@ -92,7 +92,7 @@ class Density:
 
     @cached_property
     def pieces(self) -> Array:
-        """Runs of tokens that no band connects, such as documents: int64 `(n, 2)`, start and stop, ascending."""
+        """Ranges of tokens that no band connects, such as documents: int64 `(n, 2)`, (start, stop), ascending."""
         bands = np.concatenate([mask.array for mask, _ in self.masks])
         start, stop = np.minimum(bands[:, 0], bands[:, 2]), np.maximum(bands[:, 1], bands[:, 3])
         order = np.argsort(start, kind="stable")

@@ -1,4 +1,6 @@
-"""The `exchange` and `allgather` routes: rows go straight from their owner to the ranks that need them, gradients back.
+"""The `exchange` and `allgather` routes: KV rows go directly from their owner to the ranks that need them.
+
+In backward, partial gradients of these rows go directly back to the owner.
 
 stage      0          1           2           3                 rows that arrive
 exchange   own shard  distance 1  2, 3        4 .. 7            exactly the rows that the rank's queries see
@@ -21,14 +23,15 @@ from longspan.plan.ring import in_step, renumber
 from longspan.plan.steps import Means, Runs, Stage, Step, Tile, Transfer
 
 _MOST_SOURCES = 4
-"""Most sources of one stage of an exchange: bounds the rows in flight, while stages stay few."""
+"""Maximum number of sources per stage of an exchange. Bounds the rows in flight and keeps the stages few."""
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """The `exchange` route: a rank receives exactly the rows that its queries see, each row once.
+    """The `exchange` route: a rank receives exactly the rows that its queries see, and receives each row once.
 
-    Each stage is received while the stage before is computed. After the own shard, stages have 1, 2, 4, 4, ... sources.
+    The rows of a stage arrive while the stage before is computed. After the own shard, stages have 1, 2, 4, 4, ...
+    sources.
     """
 
     layout: Layout
@@ -37,7 +40,7 @@ class Exchange:
     means: ClassVar[Means] = "messages"
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
-        """Make the stages of `rank`: only the own shard's if the mask needs no exchange."""
+        """Make the stages of `rank`. If the mask needs no exchange, the own shard is the only stage."""
         wanted = by_rank(rows_from(self.layout, self.mask, rank), self.layout.ranks)
         given = by_rank(rows_for(self.layout, self.mask, rank), self.layout.ranks)
         return direct_stages(self.layout, self.mask, rank, wanted, given, _distances(self.layout.ranks))
@@ -56,7 +59,7 @@ class AllGather:
     means: ClassVar[Means] = "messages"
 
     def stages(self, rank: int) -> tuple[Stage, ...]:
-        """Make the stages of `rank`: the own shard, then all others."""
+        """Make the stages of `rank`: one for the own shard, and one for all other shards."""
         ranks, counts = self.layout.ranks, self.layout.counts.tolist()
         whole: list[Runs] = [((0, count),) if count and self._needed else () for count in counts]
         wanted = [() if source == rank else runs for source, runs in enumerate(whole)]
@@ -78,7 +81,7 @@ def direct_stages(
 ) -> tuple[Stage, ...]:
     """Make the own shard's stage, then one stage per group of distances.
 
-    At distance `d` a rank receives the runs `wanted[rank - d]` and sends the runs `given[rank + d]`.
+    At distance `d` a rank receives the row ranges `wanted[rank - d]` and sends the row ranges `given[rank + d]`.
     """
     ranks = layout.ranks
     tiles, source = tiles_of(layout, mask, rank)
@@ -105,7 +108,7 @@ def direct_stages(
 
 
 def by_rank(runs: np.ndarray, ranks: int) -> list[Runs]:
-    """Split rows `(rank, start, stop)`, sorted by rank, into the runs of each rank."""
+    """Split rows `(rank, start, stop)`, sorted by rank, into the row ranges of each rank."""
     bounds = np.searchsorted(runs[:, 0], np.arange(ranks + 1)).tolist()
     pairs = [(start, stop) for _, start, stop in runs.tolist()]
     return [tuple(pairs[bounds[rank] : bounds[rank + 1]]) for rank in range(ranks)]

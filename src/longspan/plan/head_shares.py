@@ -4,10 +4,10 @@
     before   all heads of a quarter of the rows          query heads    01   23   45   67
     after    all rows of two query heads                 KV heads       0    0    1    1
 
-Each member takes a run of equally many query heads, and the KV heads that they need. No other assignment sends fewer KV
-heads. Proof: let an edge join a KV head to each member that needs it. A connected part of this graph holds complete
-shares of both, so there are at most `gcd(KV heads, members)` parts, and at least `KV heads + members - gcd` edges. Runs
-have exactly that many.
+Each member takes a contiguous range of equally many query heads, and the KV heads of this range. No other assignment
+sends fewer KV heads. Proof: let an edge join a KV head to each member that needs the head. A connected component of this
+graph holds equal fractions of the KV heads and of the members, so there are at most `gcd(KV heads, members)` components,
+and at least `KV heads + members - gcd` edges. Contiguous ranges need exactly that many edges.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from longspan.errors import SpecError
 from longspan.plan.layout import Layout
 
 Heads = tuple[int, int]
-"""A run of heads `(start, stop)`."""
+"""A contiguous range of heads `(start, stop)`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Place:
 class HeadShare:
     """One member's share of an exchange of heads. Tuples have one entry per member.
 
-    members: ranks of the CP group. member: index of this rank among them.
+    members: ranks of the CP group. member: index of this rank in `members`.
     query, kv: the heads that each member attends with.
-    tokens, places: how many rows each member holds, and where these go in the merged shard.
-    blocks: runs of this member's (query heads, KV heads), counted from its first head. Within a run every KV head
-    serves the same number of query heads.
+    tokens, places: how many rows each member holds, and where these rows go in the merged shard.
+    blocks: ranges (query heads, KV heads) of this member, counted from the member's first head. Within a block, every
+    KV head serves the same number of query heads.
     """
 
     members: tuple[int, ...]
@@ -69,7 +69,7 @@ class HeadShare:
 
     @property
     def replicates(self) -> bool:
-        """Whether some KV head is on two members, whose gradients then have to be summed."""
+        """Whether some KV head is on two members, so that their gradients of this head have to be summed."""
         return any(a[1] > b[0] for a, b in zip(self.kv, self.kv[1:], strict=False))
 
     def bytes_there(self, query: int, kv: int) -> int:
@@ -113,8 +113,8 @@ def share_heads(
 class HeadStage:
     """One stage of Untied Ulysses: some heads of every member. `query` and `kv` are the layer's head numbers.
 
-    `share` numbers the stage's heads from 0. `new_kv`: whether the KV heads differ from the stage before, and therefore
-    have to be projected and exchanged.
+    `share` numbers the stage's heads from 0. `new_kv`: whether the KV heads differ from those of the stage before; if so,
+    they have to be projected and exchanged.
     """
 
     query: tuple[int, ...]
@@ -124,10 +124,10 @@ class HeadStage:
 
 
 def head_stages(whole: HeadShare, heads_per_stage: int | None) -> tuple[HeadStage, ...]:
-    """Cut an exchange of all heads into stages of `heads_per_stage` query heads, equally many per member. Default: least.
+    """Cut an exchange of all heads into stages of `heads_per_stage` query heads, equally many per member.
 
-    Every KV head is exchanged once: from each stage to the next, either all members keep their KV heads or all change
-    them. Raises `SpecError` for a `heads_per_stage` that does not allow this.
+    Default: the least valid number. Every KV head is exchanged once: from each stage to the next, either all members
+    keep their KV heads or all members change KV heads. Raises `SpecError` if `heads_per_stage` does not allow this.
     """
     degree, size, group = len(whole.members), whole.num_query, whole.query[-1][1] // whole.kv[-1][1]
     fits = [n for n in range(1, size + 1) if size % n == 0 and _shares_kv(whole, n, group)]
@@ -136,8 +136,8 @@ def head_stages(whole: HeadShare, heads_per_stage: int | None) -> tuple[HeadStag
     if heads_per_stage % degree or per_member not in fits:
         raise SpecError(
             f"heads_per_stage={heads_per_stage} does not fit {whole.query[-1][1]} query heads ({whole.kv[-1][1]} KV heads) on "
-            f"{degree} ranks: a stage takes equally many heads of each rank, and between stages all ranks keep their KV heads "
-            "or none",
+            f"{degree} ranks: a stage takes equally many heads of each rank, and from one stage to the next all ranks keep "
+            "their KV heads or all ranks change them",
             hint=f"use {', '.join(str(n * degree) for n in fits)}",
         )
     stages: list[HeadStage] = []
@@ -164,7 +164,7 @@ def _stage_runs(whole: HeadShare, per_member: int, group: int) -> list[tuple[lis
 
 
 def _shares_kv(whole: HeadShare, per_member: int, group: int) -> bool:
-    """Whether from each stage to the next either all members keep their KV heads, or all change them."""
+    """Whether from each stage to the next either all members keep their KV heads or all members change KV heads."""
     kv = [runs for _, runs in _stage_runs(whole, per_member, group)]
     return all(
         before == after or all(a[1] <= b[0] for a, b in zip(before, after, strict=True))
@@ -185,7 +185,7 @@ def check_head_degree(
     if num_q % degree == 0:
         return
     # Name tensor parallelism as the cause if the degree divides the heads before tp.
-    blame = f" (of {num_q * tp}, tp={tp} has taken its share)" if tp > 1 and num_q * tp % degree == 0 else ""
+    blame = f" ({num_q * tp} before tp={tp})" if tp > 1 and num_q * tp % degree == 0 else ""
     what, shared = f"{level} ulysses".strip(), gcd(num_q, degree)
     if ranks is None:
         ways = [f"use a {what} degree of {_any_of(_divisors(num_q))}"]
@@ -223,7 +223,7 @@ def places_of(layout: Layout, merged: Layout, rank: int) -> tuple[Place, ...]:
 
 
 def _blocks(query: Heads, kv: Heads, group: int) -> tuple[tuple[Heads, Heads], ...]:
-    """Cut a member's heads into runs in which all KV heads serve equally many query heads: usually 1, at most 3 runs."""
+    """Cut a member's heads into ranges in which all KV heads serve equally many query heads: usually 1 range, at most 3."""
     served = [(c, min(query[1], (c + 1) * group) - max(query[0], c * group)) for c in range(*kv)]
     blocks, q, k = [], 0, 0
     for count, run in groupby(served, key=lambda pair: pair[1]):

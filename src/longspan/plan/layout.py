@@ -28,8 +28,8 @@ class Layout:
     """A partition of `seq_len` tokens over `ranks`. A rank's local slots number its tokens in the order of its spans.
 
     `spans` is int64 `(n, 3)`: owner, start, stop; sorted by owner, then by slot; no span is empty. With `step` above 1,
-    every span is a whole stripe `(s, seq_len, step)`: one per rank, or several after `merged`. `slots` fixes the local
-    length; slots beyond a rank's tokens are padding slots.
+    every span is a complete stripe `(s, seq_len, step)`: one per rank, or several after `merged`. `slots` fixes the local
+    length of every rank; slots beyond a rank's tokens are padding slots.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Layout:
         if self.slots is not None and whole("slots", self.slots) < most:
             raise SpecError(
                 f"slots={self.slots} is less than the {most} tokens that {self.name} puts on one of {self.ranks} ranks",
-                hint=f"set slots to at least {most}, or leave it out",
+                hint=f"set slots to at least {most}, or leave slots out",
             )
 
     @classmethod
@@ -55,7 +55,7 @@ class Layout:
 
     @classmethod
     def zigzag(cls, seq_len: int, ranks: int, slots: int | None = None) -> Self:
-        """Give rank `r` chunks `r` and `2 * ranks - 1 - r` of `2 * ranks`: causal attention then costs ranks the same.
+        """Give rank `r` chunks `r` and `2 * ranks - 1 - r` of `2 * ranks`, which balances causal attention.
 
         Token counts differ by at most one: the first chunks are one token longer, and no rank holds two longer chunks
         before every rank holds one.
@@ -84,13 +84,13 @@ class Layout:
         weights: Sequence[int] | None = None,
         min_split_tokens: int = 0,
     ) -> Self:
-        """Give all ranks equal tokens and nearly equal visible pairs, keep short documents whole, and move few rows.
+        """Give all ranks equal tokens and nearly equal visible pairs, avoid cuts of short documents, and move few rows.
 
         `weights` is the number of layers that use each mask; all masks cover the same tokens. Token counts differ by at
-        most one, except to keep a document whole in one of three cases:
+        most one, except where this avoids cutting a document in one of three cases:
 
         - the document is shorter than `min_split_tokens`;
-        - `slots` leaves room for it (up to 1% of a rank's tokens);
+        - `slots` leaves room for the document (up to 1% of a rank's tokens);
         - all documents have one length, with four or more per rank: counts then differ by at most one document.
         """
         masks = [mask] if isinstance(mask, Mask) else list(mask)
@@ -166,7 +166,7 @@ class Layout:
         return hash(self.fingerprint())
 
     def merged(self, degree: int, adjacent: bool) -> "Layout":
-        """Return the layout over `ranks / degree` groups of `degree` ranks each, with one group in place of each rank.
+        """Return the layout over `ranks / degree` groups of `degree` ranks each, in which each group acts as one rank.
 
         A group holds its members' spans in sequence order, with touching spans joined, and the sum of their slots.
         Groups are neighbours (0, 1 | 2, 3) if `adjacent`, else strided (0, 2 | 1, 3). Stripes of neighbours stay
@@ -202,7 +202,7 @@ class Layout:
 
 
 def slots_of(seq_len: int, ranks: int, multiple: int | None) -> int | None:
-    """Round an even share of `seq_len` up to a multiple of `multiple`: a layout's `slots`. None without `multiple`.
+    """Return `slots` for a layout: `ceil(seq_len / ranks)`, rounded up to a multiple of `multiple`; None if that is None.
 
     No layout exceeds these slots: token counts differ by at most one, and "balanced" respects `slots`.
     """

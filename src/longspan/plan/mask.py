@@ -22,14 +22,14 @@ from longspan.plan.bands import UNBOUNDED
 
 Array = np.ndarray
 Band = tuple[int, int, int, int, int | None, int | None]
-"""`(q_start, q_stop, k_start, k_stop, lo, hi)`; `lo` or `hi` None is no bound."""
+"""`(q_start, q_stop, k_start, k_stop, lo, hi)`; None for `lo` or `hi` means no bound."""
 
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The keys that each query sees: query `i` sees key `j` iff one of the bands holds the pair.
+    """The keys that each query sees: query `i` sees key `j` iff one of the bands contains the pair `(i, j)`.
 
-    `array` is int64 `(n, 6)`: trimmed, disjoint bands.
+    `array` is int64 `(n, 6)`: trimmed, disjoint bands, as in `plan.bands`.
     """
 
     seq_len: int
@@ -42,17 +42,19 @@ class Mask:
 
     @classmethod
     def causal(cls, seq_len: int, window: int | None = None) -> Self:
-        """Let query `i` see keys `0..i`, or with a window `w` the last `w` of these, key `i` included."""
+        """Let query `i` see keys `0..i`. With a window `w`, query `i` sees only keys `i - w + 1 .. i`."""
         return cls.documents([seq_len], causal=True, window=window)
 
     @classmethod
     def documents(cls, lengths: Sequence[int] | Array, causal: bool = True, window: int | None = None) -> Self:
         """Pack documents that do not see each other. `seq_len` is the sum of `lengths`; lengths of zero are allowed.
 
-        A window `w` keeps keys less than `w` tokens away: before the query if causal, else on both sides.
+        With a window `w`, a query sees only keys less than `w` tokens away: before the query if causal, else on both sides.
         """
         if window is not None and whole("window", window) < 1:
-            raise SpecError(f"window={window}: a query sees at least itself", hint="use window=None for no window")
+            raise SpecError(
+                f"window={window} is below 1: a query sees at least itself", hint="use window=None for no window"
+            )
         sizes = _integers("document lengths", lengths, 1)
         if len(sizes) and sizes.min() < 0:
             raise SpecError(f"document lengths {sizes.tolist()} include a negative length")
@@ -65,7 +67,7 @@ class Mask:
 
     @classmethod
     def prefix(cls, seq_len: int, prefix_len: int) -> Self:
-        """Prefix-LM: the first `prefix_len` tokens see each other, all later tokens are causal."""
+        """Prefix-LM: the first `prefix_len` tokens all see each other, and later tokens are causal."""
         if not 0 <= prefix_len <= seq_len:
             raise SpecError(f"prefix_len={prefix_len} is not within 0..{seq_len}")
         inside = [0, prefix_len, 0, prefix_len, -UNBOUNDED, UNBOUNDED]
@@ -73,10 +75,10 @@ class Mask:
 
     @classmethod
     def shared_prefix(cls, prompt_len: int, response_lens: Sequence[int]) -> Self:
-        """Pack one prompt and many responses: each response sees the prompt and, causally, itself."""
+        """Pack one prompt and many responses. The prompt is causal; each response sees the prompt and, causally, itself."""
         if prompt_len < 0 or min(response_lens, default=0) < 0:
             raise SpecError(
-                f"prompt of {prompt_len} and responses of {list(response_lens)} tokens: none may be negative"
+                f"prompt_len={prompt_len}, response_lens={list(response_lens)}: lengths must not be negative"
             )
         rows = [[0, prompt_len, 0, prompt_len, 0, UNBOUNDED]]
         start = prompt_len
@@ -99,13 +101,13 @@ class Mask:
             first, second = (tuple(mask.array[index].tolist()) for index in pair)
             raise SpecError(
                 f"bands {first} and {second} (q_start, q_stop, k_start, k_stop, lo, hi) share a query-key pair",
-                hint="make the bands disjoint: cut one where the other begins",
+                hint="make the bands disjoint: end one band where the other begins",
             )
         return mask
 
     @classmethod
     def concat(cls, masks: Sequence["Mask"]) -> Self:
-        """Concatenate the rows of a batch, each with its own mask, on one token axis."""
+        """Concatenate the batch's rows on one token axis, each row with its own mask. No row sees another row."""
         offsets = np.cumsum([0, *(mask.seq_len for mask in masks)])
         shifted = [mask.array + np.array([o, o, o, o, 0, 0]) for mask, o in zip(masks, offsets.tolist(), strict=False)]
         return cls._make(int(offsets[-1]), np.concatenate(shifted) if shifted else [])
@@ -132,7 +134,7 @@ class Mask:
         return seen
 
     def fingerprint(self) -> bytes:
-        """Serialise the bands, for comparison and hashing. One mask cut into different bands gives different bytes."""
+        """Serialise the bands, for comparison and hashing. The same mask, cut into other bands, gives other bytes."""
         return f"mask {self.seq_len} ".encode() + self.array.astype("<i8").tobytes()
 
     def __eq__(self, other: Any) -> bool:

@@ -38,11 +38,11 @@ def plan_attention(
 ) -> "Plan":
     """Plan attention under `mask` on sequence shards by `layout`.
 
-    heads: (query heads, KV heads) on one rank of the CP group, after tensor parallelism. Routes that move heads need
-    it.
-    inner: inner degree of a two-level route. Default: as many ranks as KV heads allow (`routes.inner_degree`).
+    heads: (query heads, KV heads) on one rank of the CP group, after tensor parallelism. Required by routes that move
+    heads.
+    inner: inner degree of a two-level route. Default: chosen by `routes.inner_degree`.
     comm_dtype: "bf16" or "fp8" rounds keys and values for the transfer to other ranks. Default: no rounding.
-    tp: tensor-parallel degree, only named in errors.
+    tp: tensor-parallel degree, used only in error messages.
 
     `longspan.advise.Planner` resolves route "auto", and chooses an inner degree that fits a node. The tiles and
     transfers of a rank are computed on first use. Raises `SpecError` for arguments that do not fit together.
@@ -50,7 +50,7 @@ def plan_attention(
     if layout.seq_len != mask.seq_len:
         raise SpecError(
             f"the layout covers {layout.seq_len} tokens and the mask {mask.seq_len}",
-            hint="both cover the global row: document lengths must sum to seq_len",
+            hint="make document lengths sum to the seq_len of the layout, the global length of the row",
         )
     check_comm_dtype(comm_dtype)
     heads = None if heads is None else check_heads(*_pair(heads))
@@ -97,7 +97,7 @@ class Plan:
     degrees: Degrees
     comm_dtype: str | None = None
     reason: str = ""
-    """Why "auto" chose the route, or the one-level route that a two-level route is equal to; else empty."""
+    """Why "auto" chose the route, or the one-level route that a two-level route equals; otherwise empty."""
 
     @property
     def ranks(self) -> int:
@@ -120,30 +120,30 @@ class Plan:
         return shares[rank]
 
     def area(self, rank: int) -> float:
-        """Visible pairs that `rank` computes, times the rank's share of the heads; an int if whole."""
+        """Visible pairs that `rank` computes, times the rank's share of the heads. An int if the product is integral."""
         return share_of_heads(int(self.areas[check_rank(rank, self.ranks)]), 1, self.degrees.heads)
 
     def blocks(self, rank: int) -> float:
         """Blocks of 128 x 128 pairs with at least one visible pair on `rank`, times the rank's share of the heads.
 
-        Blocks start at each tile's first row and column. A blockwise kernel computes whole blocks, so
-        `128 * 128 * blocks / area` is the factor of its overhead.
+        Blocks start at each tile's first row and column. A blockwise kernel computes full blocks, so its overhead is the
+        factor `128 * 128 * blocks / area`.
         """
         return share_of_heads(self.rank_plan(rank).blocks, 1, self.degrees.heads)
 
     def rows_received(self, rank: int) -> int:
-        """KV rows that arrive at `rank` in one forward, rows in transit included."""
+        """KV rows that arrive at `rank` in one forward. Includes rows that `rank` only passes on."""
         return self.rank_plan(rank).rows_received
 
     def bytes(self, rank: int, phase: Phase, head_dim: int | tuple[int, int], itemsize: int) -> int:
-        """Bytes that `rank` sends in one phase per batch row, for all heads, or for one KV head if `heads` is None.
+        """Bytes that `rank` sends in one phase per batch row: for all heads, or for one KV head if `heads` is None.
 
         `head_dim` is D, or (D of keys, D of values); `itemsize` is the bytes of an element of q, k and v.
 
-        forward   KV rows in `comm_dtype`, else at `itemsize`. If heads are exchanged, also q, k, v, and out back.
-        backward  the KV rows again, and partial dK and dV in at least 4 bytes an element. If heads are exchanged, also
-                  dout, and dq, dk, dv back: at `itemsize`, but dk and dv in at least 4 bytes if KV heads are
-                  replicated. "upipe" repeats the exchange of its forward first.
+        forward   KV rows in `comm_dtype`, else at `itemsize`. An exchange of heads adds q, k and v, and the returned out.
+        backward  the KV rows again, and partial dK and dV in at least 4 bytes an element. An exchange of heads adds
+                  dout, and the returned dq, dk and dv at `itemsize`. If KV heads are replicated, dk and dv take at
+                  least 4 bytes an element. "upipe" first repeats the exchange of forward.
         """
         if phase not in PHASES:
             raise SpecError(f"phase {phase!r} is not known", hint='choose "forward" or "backward"')
@@ -175,7 +175,7 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Largest area of a rank over the mean; 1.0 is even."""
+        """`max / mean` of the ranks' areas. 1.0 is balanced."""
         mean = float(self.areas.mean())
         return float(self.areas.max()) / mean if mean else 1.0
 
@@ -195,11 +195,11 @@ class Plan:
 
     @cached_property
     def attachments(self) -> dict[Any, Any]:
-        """A cache for the code that executes this plan object. Not part of the plan's value, nor of copies."""
+        """A cache for the code that executes this plan object. Excluded from comparison and from copies."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickle the fields alone; copies compute cached values again."""
+        """Pickle the fields alone. Copies recompute cached values."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @cached_property
@@ -212,5 +212,5 @@ class Plan:
 
 
 def share_of_heads(pairs: int, heads: int, all_heads: int) -> float:
-    """Scale `pairs` by `heads / all_heads`; an int if whole."""
+    """Return `pairs * heads / all_heads`, as an int if integral."""
     return pairs * heads // all_heads if pairs * heads % all_heads == 0 else pairs * heads / all_heads

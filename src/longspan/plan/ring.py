@@ -5,7 +5,7 @@ forward    KV  ->   KV  ->   KV  ->   KV          a row stops at the farthest ra
 backward            dKV ->   dKV ->   dKV         partial gradients start at the nearest rank that needs the row,
            dKV <---------------------- '          and return to the owner in one message from the farthest
 
-`rotate` has the same schedule; each hop is one all-to-all of all ranks.
+`rotate` has the same schedule, but each hop is one all-to-all of all ranks.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from longspan.plan.mask import Mask
 from longspan.plan.steps import Means, Stage, Step, Tile, Transfer
 
 _Row = tuple[int, int, int, int]
-"""A run of key slots `(start, stop, near, far)`: distances to the nearest and farthest rank that need it."""
+"""A range of key slots `(start, stop, near, far)`, with the distances to the nearest and farthest rank that need it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Ring:
 
     @cached_property
     def _rows(self) -> Sequence[Sequence[_Row]]:
-        """Runs of each source that leave it; distances count along `direction`."""
+        """For each source, the slot ranges that leave the source. Distances count along `direction`."""
         demand, ranks = self._demand, self.layout.ranks
         near, far = demand.near, demand.far
         if self.direction < 0:
@@ -112,10 +112,10 @@ class Rotation(Ring):
 
 
 def in_step(stages: Iterable[Stage]) -> tuple[Stage, ...]:
-    """Keep one of consecutive idle stages, and none at the end.
+    """Collapse consecutive idle stages into one, and drop idle stages at the end.
 
-    With an idle stage in between, a rank posts a receive after everything that it posts at earlier stages, as its peer
-    does with the send. Ranks whose batches finish in the order posted (NCCL) then never wait in a circle.
+    The idle stage that stays makes a rank post a receive after all messages of its earlier stages, as the peer does with
+    the send. Backends that finish batches in posting order (NCCL) then cannot deadlock.
     """
     kept: list[Stage] = []
     for stage in stages:
@@ -132,7 +132,7 @@ def as_tuple(transfer: Transfer | None) -> tuple[Transfer, ...]:
 
 
 def renumber(block: np.ndarray, here: Sequence[tuple[int, int]]) -> tuple[Tile, ...]:
-    """Turn tiles over the source's slots into tiles over the rows of a buffer that holds only the runs `here`."""
+    """Turn tiles over the source's slots into tiles over the rows of a buffer that holds only the slot ranges `here`."""
     starts = [start for start, _ in here]
     shifts, offset = [], 0
     for start, stop in here:
@@ -150,7 +150,7 @@ def _transfer(
 ) -> Transfer | None:
     """Make the transfer of all rows for which `wanted(near, far)` holds; None if there are none.
 
-    Rows are numbered by slot, or consecutively in a `packed` buffer. With `by_head`, a single run that is only part of
+    Rows are numbered by slot, or consecutively in a `packed` buffer. With `by_head`, a single range that is only part of
     the buffer is sent as one message per head.
     """
     runs: list[tuple[int, int]] = []

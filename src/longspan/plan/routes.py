@@ -1,11 +1,12 @@
-"""The routes by name: which ranks exchange heads, and how KV rows then travel among the other ranks.
+"""The routes by name. A route has one or two levels: an exchange of heads (Ulysses), travel of KV rows, or both.
 
     ring, rotate, allgather, exchange      rows travel among all ranks
     ulysses, upipe                         heads are exchanged among all ranks; no row travels
-    usp, allgather-ulysses, ...            heads among `inner` neighbours, rows among the groups of neighbours
-    ulysses-ring                           rows among `inner` neighbours, heads across the groups
+    usp, allgather-ulysses, ...            heads are exchanged within groups of `inner` neighbours; rows travel across groups
+    ulysses-ring                           rows travel within groups of `inner` neighbours; heads are exchanged across groups
 
-A name of two parts is outer-inner, like a 2-D mesh (outer, inner): rank = outer index * inner degree + inner index.
+On two levels, `inner` neighbouring ranks form a group, and rank = group * inner + index in the group. A name of two parts
+is outer-inner, like a 2-D mesh (outer, inner).
 """
 
 from collections.abc import Callable
@@ -51,8 +52,8 @@ def route_of(name: str) -> Route:
 class Degrees:
     """Ulysses degree (`heads`) and ring degree (`rows`); their product is the CP degree.
 
-    `adjacent`: whether the ranks that exchange heads are neighbours. `levels`: (outer, inner) degree of a two-level
-    route.
+    `adjacent`: whether the ranks that exchange heads are neighbours. `levels`: (outer, inner) degrees of a two-level
+    route, None for one level.
     """
 
     heads: int
@@ -82,7 +83,7 @@ def degrees_of(
     inner: int | None = None,
     tp: int = 1,
 ) -> Degrees:
-    """Split `ranks` into ulysses degree and ring degree. Default `inner` of a two-level route: `inner_degree`.
+    """Split `ranks` into ulysses degree and ring degree. Default `inner` of a two-level route: chosen by `inner_degree`.
 
     Raises `SpecError` if the route, the ranks and the heads do not fit.
     """
@@ -107,9 +108,9 @@ def degrees_of(
 
 
 def comes_down_to(name: str, degrees: Degrees) -> str:
-    """Name the one-level route that a two-level route equals if its ulysses degree is 1, such as `inner 1: ring, ...`.
+    """If the ulysses degree is 1, name the one-level route that a two-level route equals, such as `inner 1: ring, ...`.
 
-    Returns an empty string otherwise.
+    Otherwise returns an empty string.
     """
     route = ROUTES[name]
     if degrees.levels is None or degrees.heads > 1 or degrees.rows == 1:

@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
     @property
     def shape(self) -> "Shape":
-        """The tile relative to its first row and column, as kernels take it."""
+        """The tile's shape, with rows and columns counted from the tile's first row and column, as kernels take it."""
         shift = self.q0 - self.k0
         return Shape(self.q1 - self.q0, self.k1 - self.k0, self.lo - shift, self.hi - shift)
 
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Rows sent to or received from `peer`; `runs` are rows of the buffer that they leave or enter.
+    """Rows sent to or received from `peer`. `runs` are ranges of rows in the buffer that is read or filled.
 
     `by_head`: the rows are sent as one message per head, because they are part of a head-major buffer.
     """
@@ -78,9 +78,9 @@ class Transfer:
 class Step:
     """The tiles on one buffer of `rows` KV rows from `source`, filled by `recv` (None for the own shard or no rows).
 
-    `held` is the runs of slots on `source` that the rows come from. Backward moves keys and values the same way.
+    `held`: the slot ranges on `source` that the rows come from. Backward moves keys and values the same way.
     Partial gradients of the buffer arrive from the previous rank (`grad_recv`) and go on to the next (`grad_send`); the
-    last rank that adds to them sends them to the owner (`home_send`).
+    last rank that adds to these gradients sends them to the owner (`home_send`).
     """
 
     source: int
@@ -122,10 +122,9 @@ class Stage:
 class RankPlan:
     """All stages of one rank, its own shard first.
 
-    `slots` is the rank's local length, `tokens` the number of slots that hold a token. With `heads`, heads are
-    exchanged
-    first: attention then runs on `rows` slots of a share of the heads; else `rows` equals `slots`. `source` and `peer`
-    are indices into `ranks`, the ranks of the CP group among which rows travel.
+    `slots` is the rank's local length, `tokens` the number of slots that hold a token. If `heads` is set, heads are
+    exchanged first, and attention runs on `rows` slots and a share of the heads. Otherwise `rows` equals `slots`. `source`
+    and `peer` are indices into `ranks`, the ranks of the CP group among which rows travel.
     """
 
     rank: int
@@ -140,7 +139,7 @@ class RankPlan:
 
     @property
     def live_rows(self) -> int:
-        """Rows that hold a token, where attention runs."""
+        """Number of rows that hold a token, after the exchange of heads if there is one."""
         return self.tokens if self.heads is None else self.heads.rows
 
     @property
@@ -155,7 +154,7 @@ class RankPlan:
 
     @property
     def rows_received(self) -> int:
-        """KV rows that arrive in one forward, including rows in transit and rows of the exchange of heads."""
+        """KV rows that arrive in one forward, including rows only passed on and rows of the exchange of heads."""
         travelled = sum(step.recv.rows for step in self.steps if step.recv)
         return travelled + self.live_rows - self.tokens
 
@@ -166,5 +165,5 @@ class RankPlan:
 
     @property
     def grad_rows_sent(self) -> int:
-        """Rows of partial dK, dV that leave in one backward, on or to the owner, without the exchange of heads."""
+        """Rows of partial dK, dV sent in one backward, to the next rank or to the owner, without the exchange of heads."""
         return sum(t.rows for step in self.steps for t in (step.grad_send, step.home_send) if t)

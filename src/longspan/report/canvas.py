@@ -1,6 +1,6 @@
-"""Style, canvas and output file of all figures. The canvas does not use pyplot and its global state.
+"""Style, canvas and file output of all figures, without pyplot and its global state.
 
-Colours stand for ranks alone; amounts are shades of grey-blue.
+A colour always identifies a rank. Amounts are drawn in shades of grey-blue.
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ def check_format(path: Path) -> None:
 
 
 def new_figure() -> "Figure":
-    """Make an empty figure, to be drawn in under `matplotlib.rc_context(STYLE)`. Raises `SpecError` without matplotlib."""
+    """Make an empty figure. Draw under `matplotlib.rc_context(STYLE)`. Raises `SpecError` without matplotlib."""
     try:
         from matplotlib import figure
     except ImportError:
@@ -69,7 +69,7 @@ def write_figure(figure: "Figure", path: Path) -> None:
 
 
 def figure_colors(ranks: int) -> list[tuple[float, ...]]:
-    """Return the ranks' colours as matplotlib takes them, components from 0 to 1."""
+    """Return a matplotlib colour for each rank: (red, green, blue) from 0 to 1."""
     return [tuple(part / 255 for part in rgb) for rgb in rank_colors(ranks)]
 
 

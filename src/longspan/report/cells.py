@@ -22,9 +22,9 @@ HIDDEN = -1
 
 
 def cell_map(plan: Plan, rows: int, columns: int) -> Array:
-    """Find the rank with most pairs in each cell, `HIDDEN` if there are none: int64 `(rows, columns)`, queries by keys.
+    """Find the rank with most pairs in each cell: int64 `(rows, columns)`, queries by keys; `HIDDEN` without pairs.
 
-    Tied ranks take turns row by row. Cells are as even as `seq_len` allows; with `rows = columns = seq_len` every cell
+    Tied ranks take turns row by row. Cell sizes differ by at most one token; with `rows = columns = seq_len` every cell
     is one pair. A pair belongs to the rank that holds the query. If heads are exchanged, a pair belongs to a group, and
     the cell holds the group's first rank.
     """
@@ -48,13 +48,13 @@ def owner_map(layout: Layout, cells: int) -> Array:
 
 
 def first_ranks(plan: Plan) -> Array:
-    """First rank of each rank's group that exchanges heads, the rank itself without exchange: int64 `(ranks,)`."""
+    """For each rank, the first rank of its head-exchange group (without exchange, the rank itself): int64 `(ranks,)`."""
     first = [plan.degrees.members(group)[0] for group in range(plan.degrees.rows)]
     return np.array([first[plan.degrees.group_of(rank)] for rank in range(plan.ranks)])
 
 
 def cell_edges(seq_len: int, cells: int) -> Array:
-    """Edges of the cells: int64 `(cells + 1,)`."""
+    """Token indices of the cells' edges: int64 `(cells + 1,)`."""
     return np.arange(cells + 1) * seq_len // cells
 
 
@@ -68,7 +68,7 @@ def even_cells(seq_len: int, most: int) -> int:
 def _row_areas(plan: Plan, counts_for: Array, start: int, stop: int, across: Array) -> Array:
     """Count the pairs of queries `start..stop` in each column of cells: int64 `(ranks, columns)`.
 
-    Pairs of `rank` count for `counts_for[rank]`.
+    Pairs of `rank` are added to the count of `counts_for[rank]`.
     """
     layout, bands, spans = plan.layout, plan.mask.array, plan.layout.spans
     bands = bands[(bands[:, 0] < stop) & (bands[:, 1] > start)]
@@ -114,7 +114,7 @@ def _ceil(a: Array, b: int) -> Array:
 
 
 def _dominant(amounts: Array, turn: Array) -> Array:
-    """Find the rank with most in each column of `(ranks, n)`, `HIDDEN` if all have 0. Of `m` tied ranks take `turn % m`."""
+    """Find the rank of the maximum in each column of `(ranks, n)`; `HIDDEN` if all are 0. `turn % m` breaks m-way ties."""
     most = amounts.max(axis=0)
     tied = amounts == most
     chosen = tied & (np.cumsum(tied, axis=0) == turn % tied.sum(axis=0) + 1)

@@ -83,7 +83,7 @@ def draw_figure(plan: Plan, report: PlanReport) -> "Figure":
 
 
 def _draw_legend(figure: "Figure", plan: Plan) -> None:
-    """Draw the ranks' colours and, if heads are exchanged, the colours of their groups below."""
+    """Draw the ranks' colours and, if heads are exchanged, the groups' colours below."""
     axes, ranks = figure.add_axes((_MIDDLE, 0.935, _RIGHT - _MIDDLE, 0.032)), plan.ranks
     names = ["rank"] if plan.degrees.heads == 1 else ["rank", "group"]
     rows = np.stack((np.arange(ranks), first_ranks(plan)))[: len(names)]
@@ -94,7 +94,7 @@ def _draw_legend(figure: "Figure", plan: Plan) -> None:
 
 
 def _draw_matrix(figure: "Figure", plan: Plan) -> None:
-    """Draw the attention matrix: keys across, queries down, and along each side a strip of the ranks that hold them."""
+    """Draw the attention matrix, keys across and queries down, with a strip of the owning ranks along each side."""
     striped = plan.layout.step > 1
     # With stripes the ranks alternate cell by cell; finer cells would blur.
     cells = even_cells(plan.seq_len, min(_MOST_CELLS, max(64, 4 * plan.ranks)) if striped else _MOST_CELLS)
@@ -179,9 +179,9 @@ def _show_ranks(
 
 
 def _draw_stages(figure: "Figure", report: PlanReport, hops: bool) -> None:
-    """Draw three maps of rank by stage, each with the ranks' totals beside it; forward and backward share one scale.
+    """Draw three rank-by-stage maps: pairs, bytes forward and bytes backward, each next to the ranks' totals.
 
-    The exchange of heads, if any, is a last column.
+    The two maps of bytes share one scale. The exchange of heads, if any, is the last column.
     """
     grid = figure.add_gridspec(
         3, 2, left=_MIDDLE, right=_RIGHT, top=0.84, bottom=_BOTTOM, hspace=0.36, wspace=0.04, width_ratios=(2.6, 1)

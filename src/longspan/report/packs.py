@@ -1,8 +1,8 @@
 """A manifest in numbers: one frozen record for the summary, the text and the figure.
 
-Document lengths are binned by powers of two:
+Document lengths are binned by powers of two. A bar is the bin's share of the documents:
 
-    up to     1k  ████          share of the documents
+    up to     1k  ████
               2k  ████████
 """
 
@@ -19,7 +19,10 @@ Array = np.ndarray
 
 
 class Bin(NamedTuple):
-    """Documents of more than `most / 2` and at most `most` tokens: shares of all documents, tokens, and causal pairs."""
+    """A bin of the length histogram: the documents of more than `most / 2` and at most `most` tokens.
+
+    `documents`, `tokens` and `pairs` are the bin's shares (0 to 1) of all documents, tokens and causal pairs.
+    """
 
     most: int
     documents: float
@@ -29,10 +32,10 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PackReport:
-    """The columns of a manifest of R rows on `cp` ranks, with the manifest's names and units.
+    """The columns of a manifest of R training rows on `cp` ranks, with the manifest's names and units.
 
-    `lengths` is int64 (P,), the tokens of all P pieces of documents. `tokens`, `padding`, `pairs` are int64 (R,), and
-    `rank_tokens`, `rank_pairs`, `rank_blocks`, `rank_bytes` int64 (R, cp).
+    `lengths` is int64 (P,): the tokens of each of P pieces (uncut documents, and the parts of cut documents). `tokens`,
+    `padding` and `pairs` are int64 (R,). `rank_tokens`, `rank_pairs`, `rank_blocks` and `rank_bytes` are int64 (R, cp).
     """
 
     name: str
@@ -59,12 +62,12 @@ class PackReport:
 
     @property
     def fill(self) -> Array:
-        """Tokens over `seq_len`, by row."""
+        """`tokens / seq_len` of each row: float64 (R,)."""
         return self.tokens / self.seq_len
 
     @cached_property
     def imbalance(self) -> Array:
-        """Most pairs of a rank over the mean, by row; 1.0 is even."""
+        """`max / mean` of the ranks' pairs in each row: float64 (R,). 1.0 is balanced."""
         mean = self.rank_pairs.mean(axis=1)
         return np.divide(self.rank_pairs.max(axis=1), mean, out=np.ones(len(mean)), where=mean > 0)
 
@@ -74,7 +77,7 @@ class PackReport:
 
     @cached_property
     def bins(self) -> list[Bin]:
-        """All bins from the shortest to the longest documents, including empty bins."""
+        """All bins in ascending order of length, including empty bins."""
         power = np.ceil(np.log2(self.lengths)).astype(np.int64)
         weights = (np.ones(len(power)), self.lengths, self.lengths * (self.lengths + 1) // 2)
         first, sums = int(power.min()), [np.bincount(power - power.min(), weight) for weight in weights]
@@ -82,7 +85,7 @@ class PackReport:
         return [Bin(1 << (first + i), *share) for i, share in enumerate(shares.tolist())]
 
     def summary(self) -> dict[str, Any]:
-        """Summarise the manifest in a few numbers, for JSON. Bytes and pairs have the units of the manifest's columns."""
+        """Summarise the manifest for JSON. Bytes and pairs have the units of the manifest's columns."""
         return {
             "packs": len(self.tokens),
             "epochs": self.epochs,

@@ -1,7 +1,7 @@
 """A figure of a manifest, as SVG or PNG.
 
-lengths of documents, by count, tokens, pairs   |   fill of each row
-pairs of each rank over all rows                |   imbalance of each row
+document lengths: shares of documents, tokens, pairs   |   fill of each row
+pairs of each rank, summed over all rows               |   imbalance of each row
 """
 
 from pathlib import Path
@@ -102,7 +102,7 @@ def _draw_rows(axes: "Axes", values: Array) -> None:
 
 
 def _draw_ranks(axes: "Axes", report: PackReport) -> None:
-    """Draw the pairs of each rank over all rows and their mean. The title gives the bytes that a rank sends."""
+    """Draw each rank's pairs, summed over all rows, and the mean. The title gives the bytes that a rank sends."""
     ranks, pairs = report.cp, report.rank_pairs.sum(axis=0)
     axes.bar(np.arange(ranks), pairs, width=0.8 if ranks <= 32 else 1.0, color=figure_colors(ranks))
     axes.axhline(float(pairs.mean()), color=INK, linewidth=0.8, linestyle=_DASHED)

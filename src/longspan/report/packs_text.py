@@ -1,4 +1,4 @@
-"""A manifest as text of at most 80 columns: lengths of documents, fill of rows, pairs of each rank."""
+"""A manifest as text of at most 80 columns: document lengths, fill of the training rows, pairs of each rank."""
 
 import numpy as np
 from rich import box
@@ -51,7 +51,7 @@ def _fill(report: PackReport, block: str) -> Table:
 
 
 def _ranks(report: PackReport, block: str, plain: bool) -> Table:
-    """Make a table of each rank's pairs over all rows, and its largest ratio to the mean in one row."""
+    """Make a table of each rank: pairs summed over all rows, and the largest `pairs / mean of the ranks` in one row."""
     table = _table("rank", "pairs")
     table.add_column("worst row", justify="right")
     pairs, mean = report.rank_pairs.sum(axis=0), report.rank_pairs.mean(axis=1, keepdims=True)
@@ -64,7 +64,7 @@ def _ranks(report: PackReport, block: str, plain: bool) -> Table:
 
 
 def _table(first: str, *names: str) -> Table:
-    """Make an empty table: a right-aligned column `first`, then for each name a column of bars and one of numbers."""
+    """Make an empty table with a right-aligned column `first`, and two columns per name: one of bars, one of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column(first, justify="right", no_wrap=True)
     for name in names:
@@ -74,5 +74,5 @@ def _table(first: str, *names: str) -> Table:
 
 
 def _bar(share: float, block: str) -> str:
-    """Make a bar, of at least one character unless `share` is 0."""
+    """Make a bar for a share from 0 to 1. A share above 0 gets at least one character."""
     return block * max(round(share * _BAR), int(share > 0))

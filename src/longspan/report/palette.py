@@ -1,7 +1,7 @@
 """One colour and one character for each rank, the same in the terminal and in figures.
 
-Up to eight ranks: Okabe and Ito's palette (jfly.uni-koeln.de/color), distinct for all types of colour vision. Beyond: a
-ramp of rising lightness after Crameri's batlow (doi.org/10.5281/zenodo.1243862), where near colours mean near ranks.
+Up to eight ranks: Okabe and Ito's palette (jfly.uni-koeln.de/color), distinct for all types of colour vision. More ranks:
+a ramp of rising lightness like Crameri's batlow (doi.org/10.5281/zenodo.1243862), so that neighbouring ranks look alike.
 """
 
 Rgb = tuple[int, int, int]

@@ -24,11 +24,12 @@ Quantity = Literal["area", "rows_received", "rows_sent", "grad_rows_sent", "byte
 class StepReport:
     """One step of one rank, on the keys of `source`. If heads are exchanged, `source` is a group rather than a rank.
 
-    `distance` is the number of hops from `source` and equals `stage` if rows hop (ring, rotate). Otherwise it is
-    `(rank - source) mod ranks`, and a stage may have several steps.
+    `distance` on "ring" and "rotate" is the number of hops from `source`, which equals `stage`. On other routes
+    `distance` is `(rank - source) mod ranks`, and a stage may have several steps.
 
-    `rows_sent` and bytes leave during the stage, and are counted at its first step; `rows_received` arrived for the
-    step. `grad_rows_sent` is rows of partial dK and dV, including rows sent to their owner (`grad_rows_home`).
+    `rows_sent` and bytes leave during the stage and are counted at the first step of the stage. `rows_received` are the
+    KV rows that this step computes on. `grad_rows_sent` counts rows of partial dK and dV, including `grad_rows_home`, the
+    rows sent to their owner.
     """
 
     stage: int
@@ -47,9 +48,9 @@ class StepReport:
 class RankReport:
     """Tokens, work and traffic of one rank, in total and by step.
 
-    If heads are exchanged, all ranks of a `group` compute the same pairs, each for its heads. `area` and `blocks` (of
-    128 x 128) are then scaled by the rank's share of the heads. `bytes_heads_...` are sent in the exchange of heads,
-    and not part of any step.
+    If heads are exchanged, all ranks of a `group` compute the same pairs, each rank for its own heads. `area` and `blocks`
+    (of 128 x 128) are then scaled by the rank's share of the heads. `bytes_heads_...` are sent in the exchange of heads
+    and belong to no step.
     """
 
     rank: int
@@ -71,11 +72,11 @@ class RankReport:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """The whole plan. Bytes are bytes sent per batch row, for all heads, or for one KV head if `heads` is None.
+    """All ranks of a plan. Bytes are bytes sent per batch row, for all heads, or for one KV head if `heads` is None.
 
     A plain ring sends every shard to every rank: `plain_ring_rows` is `seq_len * (ranks - 1)` in one forward, and
-    `plain_ring_bytes` the same in bytes of the inputs' dtype. `rows_relative` and `bytes_relative` are `rows_sent` and
-    `bytes_forward` over these, or 0 on one rank.
+    `plain_ring_bytes` is the bytes of these rows in the inputs' dtype. `rows_relative` is `rows_sent / plain_ring_rows`,
+    and `bytes_relative` is `bytes_forward / plain_ring_bytes`; both are 0 on one rank.
     """
 
     layout: str
@@ -126,14 +127,14 @@ class PlanReport:
         return np.array([getattr(rank, names[quantity]) if quantity in names else 0 for rank in self.per_rank])
 
     def to_json(self) -> str:
-        """Serialise the record as JSON; keys are the names of the fields."""
+        """Serialise the record as JSON, with the field names as keys."""
         return json.dumps(asdict(self), indent=2)
 
 
 def describe(plan: Plan, head_dim: int, itemsize: int) -> PlanReport:
     """Count the work and traffic of `plan`. `head_dim` is D of keys and of values, `itemsize` the bytes of an element.
 
-    Raises `SpecError` if either is below 1.
+    Raises `SpecError` if `head_dim` or `itemsize` is below 1.
     """
     if head_dim < 1 or itemsize < 1:
         raise SpecError(f"head_dim={head_dim}, itemsize={itemsize}: both must be at least 1")
@@ -231,9 +232,10 @@ def _steps(plan: Plan, share: RankPlan, onward: int, row: int, partial: int) -> 
 
 
 def _heads(share: HeadShare, staged: bool, row: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """Bytes sent in the exchange of heads, forward and backward.
+    """Return the bytes sent in the exchange of heads: (forward, backward).
 
-    Forward sends q, k, v, and out back. Backward sends dout, and dq, dk, dv back, after repeating forward if `staged`.
+    Forward exchanges q, k and v, and returns out. Backward exchanges dout, and returns dq, dk and dv. If `staged`,
+    backward first repeats the exchange of forward.
     """
     size = head_dim * itemsize
     grads = 2 * head_dim * (max(itemsize, 4) if share.replicates else itemsize)

@@ -13,7 +13,7 @@ from longspan.report.words import bytes_note, exchange_note, headline, in_full, 
 
 
 def plan_table(report: PlanReport) -> Group:
-    """Make a rich renderable: headline, reason for the route, table with totals, and notes on what bytes count."""
+    """Make a rich renderable: headline, reason for the route, table with totals, and notes on which bytes are counted."""
     table = Table(box=box.SIMPLE_HEAD, show_footer=True, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     table.add_column("rank", footer="total")
     for name, total in (

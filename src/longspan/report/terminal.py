@@ -1,6 +1,6 @@
 """A plan as text of at most 80 columns: the attention matrix, then what each rank computes and sends stage by stage.
 
-With colour, a rank is a colour and half blocks give square cells. Without, a rank is a character.
+In colour, each rank has a colour, and half-block characters make cells square. Without colour, each rank is a character.
 """
 
 from math import ceil
@@ -57,10 +57,10 @@ def print_plan(console: Console, plan: Plan, report: PlanReport) -> None:
 
 
 def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
-    """Draw the attention matrix: keys across, queries down, and along each side a strip of the ranks that hold them.
+    """Draw the attention matrix, keys across and queries down, with a strip of the owning ranks along each side.
 
-    If heads are exchanged, a cell has the colour of its group's first rank. `styles` is the ranks' colours, then their
-    muted colours; None draws characters.
+    If heads are exchanged, a cell has the colour of the first rank of its group. `styles` lists the ranks' colours, then
+    the ranks' muted colours; None draws characters.
     """
     small = plan.seq_len <= _SMALL
     columns = plan.seq_len if small else even_cells(plan.seq_len, _MOST_CELLS)
@@ -101,7 +101,7 @@ def _matrix(plan: Plan, styles: list[Style] | None) -> list[Text]:
 
 
 def _cell(above: int, below: int, width: int, styles: list[Style] | None) -> Text:
-    """Draw two cells, one above the other, in one character, or one cell (`above` = `below`) in `width` characters."""
+    """Draw two stacked cells in one character, or one cell (`above` = `below`) in `width` characters."""
     if styles is None:
         return Text((" " if above == HIDDEN else rank_symbol(above)).ljust(width))
     if above == below:
@@ -119,7 +119,7 @@ def _key_axis(seq_len: int, width: int) -> str:
 
 
 def _stages(report: PlanReport, styles: list[Style] | None, shades: str) -> Table:
-    """Make a table with a line per rank: shades by stage and the total of pairs, bytes forward and bytes backward."""
+    """Make a table with a line per rank: for pairs, bytes forward and bytes backward, a shade per stage and the total."""
     area, forward, backward = (_fold(report.by_stage(name), _columns(report)) for name in _QUANTITIES)
     heads = [report.in_exchange(name) for name in _QUANTITIES]
     # Forward and backward share one scale, so that shades are comparable.
@@ -157,7 +157,7 @@ def _legend(report: PlanReport, shades: str) -> str:
 
 
 def _columns(report: PlanReport) -> int:
-    """Characters of a strip that are for stages."""
+    """Number of characters of a strip for stages."""
     return _STRIP if report.head_degree == 1 else _STRIP - 1 - _HEADS
 
 

@@ -12,15 +12,15 @@ from longspan.topology.nodes import Nodes
 _DENSE = ("tp", "dp", "cp", "pp")
 _EXPERT = ("ep", "edp", "pp")
 _SHOWN = ("dp-cp", "tp-cp", "tp-dp-cp", "tp-dp-pp", "tp-pp", "ep-pp")
-"""Products of axes that the table shows; the record has all products."""
+"""Products of axes that the table shows. The record has all products."""
 _NUMBERS = re.compile(r"\[\s+(\d[\d,\s]*?)\s+\]")
 
 
 @dataclass(frozen=True)
 class Reach:
-    """Placement of the groups of an axis or a product: how many groups, and how many stay inside a node or a domain.
+    """Placement of the groups of an axis or a product: how many groups, and how many lie within one node or one domain.
 
-    `nodes` is the largest number of nodes of a group. `inside_domain` is None without domains.
+    `nodes` is the largest number of nodes that a group spans. `inside_domain` is None without domains.
     """
 
     degree: int
@@ -43,7 +43,7 @@ class TopologyReport:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes with more than one rank, then the products of these that the table shows."""
+        """Axes with more than one rank, followed by the products of such axes that the table shows."""
         single = [axes for axes in self.groups if "-" not in axes and self.topology.degree(axes) > 1]
         wide = [axes for axes in _SHOWN if axes in self.groups and all(axis in single for axis in axes.split("-"))]
         return tuple(single + wide) or ("dp",)

@@ -1,6 +1,6 @@
 """A topology as text of at most 80 columns: axes, groups, and nodes with the index of each rank along every axis.
 
-Indices are numbers and colours: index n of an axis of degree N has the colour of rank n of N.
+Each index is a number and a colour: index n of an axis of degree N has the colour of rank n of N.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ _WIDTH = 80
 _LABEL = 5
 _FRAME = 4
 _DRAWN = 8
-"""Most nodes that are all drawn; of more nodes, the first few and the last are drawn."""
+"""Maximum number of nodes to draw in full. Beyond it, only the first few nodes and the last are drawn."""
 _FEW = 3
 
 
@@ -124,7 +124,7 @@ def _node(report: TopologyReport, number: int) -> Panel:
 
 
 def _per_line(report: TopologyReport, ranks: int, domain: int) -> int:
-    """Choose the ranks per line: as many as fit, or as few as half of that to cut a node or its domains evenly."""
+    """Choose the ranks per line: as many as fit, or down to half as many if that divides the node or a domain evenly."""
     most = (_WIDTH - _FRAME - _LABEL) // (_cell_width(report) + (2 / domain if domain < ranks else 0))
     if ranks <= most:
         return ranks

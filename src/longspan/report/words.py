@@ -22,7 +22,7 @@ def summary(report: PlanReport) -> str:
 
 
 def traffic(report: PlanReport) -> str:
-    """Bytes sent in a forward, relative to a ring that sends every shard to every rank in the inputs' dtype."""
+    """Format `bytes_forward / plain_ring_bytes`. A plain ring sends every shard to every rank in the inputs' dtype."""
     return f"sent forward: {report.bytes_relative:.2f} of a plain ring" if report.bytes_forward else "nothing sent"
 
 
@@ -36,14 +36,14 @@ def bytes_note(report: PlanReport) -> str:
 
 
 def exchange_note(report: PlanReport) -> str:
-    """Explain what an area counts if heads are exchanged; else empty."""
+    """Explain what an area counts if heads are exchanged. Returns an empty string otherwise."""
     if report.head_degree == 1:
         return ""
     return f"The {report.head_degree} ranks of a group compute the same pairs, each for 1/{report.head_degree} of the heads."
 
 
 def in_full(amount: float) -> str:
-    """Format a number in full: `1,234`, or `1,234.5` if not an int."""
+    """Format a number without a unit: an int as `1,234`, a float as `1,234.5`."""
     return f"{amount:,}" if isinstance(amount, int) else f"{amount:,.1f}"
 
 
@@ -58,13 +58,13 @@ def short_bytes(number: float, space: str = " ") -> str:
 
 
 def byte_unit(most: int) -> tuple[int, str]:
-    """Choose the unit for numbers up to `most` bytes: its size in bytes, and its name."""
+    """Choose the unit for numbers up to `most` bytes. Returns (bytes per unit, name)."""
     power = max(0, (most.bit_length() - 1) // 10)
     return 1 << (10 * power), _BYTE_UNITS[power]
 
 
 def short_tokens(number: int) -> str:
-    """Format tokens: `8k` for 8,192, `1M` for 1,048,576; in full if that is not exact."""
+    """Format tokens: `8k` for 8,192, `1M` for 1,048,576. A number that is no exact multiple of a unit is given in full."""
     for size, letter in ((1 << 20, "M"), (1 << 10, "k")):
         if number and number % size == 0:
             return f"{number // size}{letter}"

@@ -8,8 +8,8 @@
     cp 1      2  3        6  7         10 11       14 15           tp-pp  [0,1,8,9] [2,3,10,11] ...: a replica of the model
 
 Experts have their own axes over the same ranks, as in Megatron-Core's parallel folding: ep x edp x pp in the same
-order, with edp in the place of dp, and without tp and cp. With ep 4 in the example, ranks 0..3 share the experts, as do
-4..7.
+order, with edp in the place of dp, and without tp and cp. With ep 4 in the example, ranks 0..3 share the experts of a
+layer, and so do ranks 4..7.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,12 +25,12 @@ from longspan.plan.arguments import check_rank, whole
 Array = np.ndarray
 Groups = tuple[tuple[int, ...], ...]
 ORDER = "tp-cp-ep-dp-pp"
-"""Fastest to slowest: ranks of the axes with most traffic are neighbours."""
+"""Default order, fastest to slowest. Ranks that differ along axes with most traffic are neighbours."""
 
 _DENSE = {"tp", "cp", "dp", "replica", "shard_dp", "shard"}
 _EXPERT = {"ep", "edp"}
 _PARTS = {"dp": ("replica", "shard_dp"), "shard": ("shard_dp", "cp")}
-"""Axes that are products of parts, slowest part first. Every other axis is its own part."""
+"""Axes that are products of parts, slowest part first. Every other axis has itself as its only part."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Topology:
     def grid(self, axes: Sequence[str]) -> Array:
         """Arrange all ranks in an int64 array with one dim per axis in the order named, as `DeviceMesh` takes them.
 
-        The axes are dense (pp, dp, cp, tp, with dp as a whole or as replica, shard_dp) or expert axes (pp, edp, ep).
+        The axes are dense (pp, dp, cp, tp; dp may be split into replica, shard_dp) or expert axes (pp, edp, ep).
         Raises `SpecError` if the axes leave ranks out, and what `groups` raises.
         """
         parts = _parts(axes)
@@ -154,7 +154,7 @@ class Topology:
             missing = [name for name in names if name not in parts and self._degrees[name] > 1]
             raise SpecError(
                 f"axes {', '.join(axes)} make {prod(map(self.degree, axes))} of the {self.world} ranks",
-                hint=f"name {' and '.join(missing)} too",
+                hint=f"also name {' and '.join(missing)}",
             )
         spread = [names.index(part) for part in parts]
         unnamed = [n for n in range(len(names)) if n not in spread]
@@ -172,7 +172,7 @@ class Topology:
         return _sorted(inside), _sorted(across)
 
     def global_batch(self, micro_batch_size: int, gradient_accumulation_steps: int = 1) -> int:
-        """Rows per optimizer step. CP, TP and PP ranks of one dp rank read the same rows."""
+        """Training rows per optimizer step. CP, TP and PP ranks with the same dp index read the same rows."""
         return (
             _at_least_one("micro_batch_size", micro_batch_size)
             * self.dp
@@ -180,7 +180,7 @@ class Topology:
         )
 
     def steps_per_epoch(self, rows: int, micro_batch_size: int, gradient_accumulation_steps: int = 1) -> int:
-        """Optimizer steps that read each of `rows` once. The last step may reach into the next epoch, as in the loader."""
+        """Optimizer steps needed to read each of `rows` once. The last step may reach into the next epoch, as in the loader."""
         return -(-rows // self.global_batch(micro_batch_size, gradient_accumulation_steps))
 
     @cached_property
@@ -190,7 +190,7 @@ class Topology:
         return dense | {"ep": self.ep, "edp": self.edp}
 
     def _numbered(self, parts: Iterable[str]) -> tuple[list[str], Array]:
-        """Names of the dense axes, or the expert axes if `parts` has one, slowest first, and the ranks along them."""
+        """Return (names, ranks along these axes): the dense axes, or the expert axes if `parts` has one, slowest first."""
         return self._experts if _EXPERT & set(parts) else self._dense
 
     @cached_property
@@ -201,9 +201,9 @@ class Topology:
 
     @cached_property
     def _experts(self) -> tuple[list[str], Array]:
-        """Names of the expert axes and the ranks along them: the ascending ranks of every stage, reshaped.
+        """Return (names of the expert axes, ranks along these axes): the ascending ranks of every stage, reshaped.
 
-        `_check_fold` has refused any order whose own numbering would differ.
+        `_check_fold` has refused any order with another numbering.
         """
         names = ["pp", *_of_experts(list(reversed(self.order.split("-"))))]
         dense, ranks = self._dense
@@ -213,8 +213,8 @@ class Topology:
     def _check_fold(self) -> None:
         """Raise `SpecError` if dense and expert axes give different pipeline groups.
 
-        The stride between ranks of a pipeline group is the product of the axes faster than pp. It must be equal for
-        both.
+        The stride between ranks of a pipeline group is the product of the axes faster than pp. The stride must be equal
+        for dense and expert axes.
         """
         faster = self.order.split("-")[: self.order.split("-").index("pp")]
         apart = prod(getattr(self, axis) for axis in faster if axis != "ep")
@@ -223,7 +223,8 @@ class Topology:
             moved = "-".join([*(axis for axis in self.order.split("-") if axis != "pp"), "pp"])
             raise SpecError(
                 f'order "{self.order}" with ep {self.ep} numbers the pipeline groups of attention '
-                f"0, {apart}, ... and those of the experts 0, {apart_experts}, ...: a stage would have other ranks for each",
+                f"0, {apart}, ... and those of the experts 0, {apart_experts}, ...: a stage would have different "
+                "ranks for the two",
                 hint=f'put pp last: "{moved}"',
             )
 
@@ -246,7 +247,7 @@ def _at_least_one(name: str, value: int) -> int:
 
 
 def _of_experts(axes: Sequence[str]) -> list[str]:
-    """Translate dense axes to the expert axes in their places."""
+    """Replace dense axes by the expert axes in the same places of the order."""
     return [{"ep": "ep", "dp": "edp"}[axis] for axis in axes if axis in ("ep", "dp")]
 
 
@@ -275,7 +276,7 @@ def _parts(axes: Sequence[str]) -> list[str]:
 
 
 def _not_the_world(world: int, dp: int | None, degrees: dict[str, int]) -> SpecError:
-    """Make the error for degrees that do not multiply to `world`. The hint lists what each degree may be instead."""
+    """Make the error for degrees that do not multiply to `world`. The hint lists valid values of each degree."""
     given = degrees if dp is None else {"dp": dp} | degrees
     product = prod(given.values())
     named = [f"{name} {degree}" for name, degree in given.items() if degree > 1 or name == "dp"]

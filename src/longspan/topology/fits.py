@@ -11,7 +11,7 @@ from longspan.topology.model_shape import ModelShape
 from longspan.topology.nodes import Nodes, short_ranks
 
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
-"""Pipeline schedules. All except the first may have several stages on a rank."""
+"""Pipeline schedules. All except the first allow several stages per rank."""
 
 
 def check_model(
@@ -28,10 +28,10 @@ def check_model(
 ) -> None:
     """Raise `SpecError` unless every axis divides what it shards.
 
-    route, inner: of attention over cp. sp: sequence parallelism on the TP ranks.
+    route, inner: route and inner degree of attention over cp. sp: sequence parallelism on the TP ranks.
     gradient_accumulation_steps: micro-batches per optimizer step.
     schedule, stages_per_rank: the pipeline runs the micro-batches by `schedule` over pp x `stages_per_rank` stages.
-    ranks_per_node: refuses TP groups that cross nodes. Default: no check.
+    ranks_per_node: if given, TP groups that cross nodes are refused.
     """
     _check_tp(topology, shape, sp)
     _check_route(topology, shape, route, inner)
@@ -82,7 +82,7 @@ def _check_experts(topology: Topology, shape: ModelShape, sp: bool) -> None:
         )
     if num and topology.tp > 1 and not sp:
         raise SpecError(
-            f"tp={topology.tp} with experts and sp=false: TP ranks hold the same tokens, and each would route all",
+            f"tp={topology.tp} with experts and sp=false: all TP ranks would route the same tokens",
             hint="set sp to true, or tp to 1",
         )
 
@@ -121,7 +121,7 @@ def _check_schedule(pp: int, schedule: str, gradient_accumulation_steps: int, st
         raise SpecError(
             f"gradient_accumulation_steps={gradient_accumulation_steps}, stages_per_rank={stages_per_rank}: "
             "both must be at least 1",
-            hint="leave them out for 1",
+            hint="set both to 1 or more",
         )
     if schedule != SCHEDULES[0] and pp == 1:
         raise SpecError(
@@ -146,7 +146,7 @@ def _check_schedule(pp: int, schedule: str, gradient_accumulation_steps: int, st
 
 
 def _check_nodes(topology: Topology, ranks_per_node: int) -> None:
-    """Refuse TP groups across nodes, even groups larger than a node: every layer would wait for the slow link."""
+    """Raise `SpecError` if a TP group crosses nodes, even if larger than a node: every layer would wait for the slow link."""
     nodes, tp = Nodes(topology, ranks_per_node), topology.tp
     across = [group for group, count in zip(topology.groups("tp"), nodes.spread("tp"), strict=True) if count > 1]
     if not across:
@@ -159,5 +159,5 @@ def _check_nodes(topology: Topology, ranks_per_node: int) -> None:
         )
     raise SpecError(
         f"{where}, since tp={tp} {'is more than' if tp > ranks_per_node else 'does not divide'} {ranks_per_node}",
-        hint=f"set tp to {fits}; or, where a fast link joins several nodes, set ranks_per_node to the ranks it joins",
+        hint=f"set tp to {fits}; or, if a fast link joins several nodes, set ranks_per_node to the number of ranks joined",
     )

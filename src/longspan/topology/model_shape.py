@@ -7,7 +7,7 @@ from longspan.names import mask_name
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The mixture of experts (MoE) in place of every feed-forward."""
+    """The mixture of experts (MoE) that replaces every feed-forward."""
 
     num_experts: int
     top_k: int
@@ -21,7 +21,7 @@ class ExpertsShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's counts and sizes, in elements."""
+    """A decoder's dimensions: numbers of layers and heads, and sizes in elements."""
 
     num_layers: int
     hidden_size: int

@@ -1,7 +1,7 @@
 """The placement of a topology on nodes: which groups cross nodes or domains, with warnings for those that should not.
 
 16 ranks, tp2 cp2 dp2 pp2, nodes of 8      node 0: ranks 0..7, node 1: ranks 8..15
-tp, cp, dp groups stay inside a node; each pp group has a rank on either node
+each tp, cp and dp group lies within one node; each pp group has a rank on both nodes
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,24 +16,24 @@ from longspan.plan.arguments import whole
 from longspan.topology.axes import ORDER, Topology, any_of, divisors
 
 BUSIEST_FIRST = ("tp", "ep", "cp", "dp", "pp")
-"""Axes by traffic per rank, and by how little of it overlaps with compute.
+"""Axes in descending order of traffic per rank, and of the part of the traffic that does not overlap with compute.
 
 Elements per layer in forward, for T tokens on a TP group and hidden size E:
 
 tp  4 T E: all-gather and reduce-scatter around attention and MLP; no overlap
-ep  2 T E / tp x experts per token, there and back; the MLP waits
-cp  2 T E / tp x KV heads / query heads to each other rank; overlaps with attention
+ep  2 T E / tp x experts per token, to the experts and back; the MLP waits
+cp  2 T E / tp x KV heads / query heads to every other rank; overlaps with attention
 dp  FSDP: parameters and gradients, independent of T; overlaps with the neighbouring layers
 pp  T E / tp once per stage, not per layer
 """
 
 _USUAL = (8, 4)
-"""Sizes of a node to assume, in this order."""
+"""Node sizes to assume, in order of preference."""
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """A topology on nodes of `ranks_per_node` consecutive ranks. `domain` is the ranks of a NUMA domain or a switch.
+    """A topology on nodes of `ranks_per_node` consecutive ranks. `domain` is the number of ranks per NUMA domain or switch.
 
     A world smaller than `ranks_per_node` is one node. Raises `SpecError` if `ranks_per_node` does not divide a larger
     world, or `domain` does not divide `ranks_per_node`.
@@ -76,17 +76,17 @@ class Nodes:
         return tuple((1 + (np.diff(table, axis=1) > 0).sum(axis=1)).tolist())
 
     def together(self, axes: str) -> int:
-        """Greatest number that divides, in all groups of `axes`, the number of a group's ranks on each node."""
+        """Greatest common divisor of the numbers of ranks per (group of `axes`, node)."""
         table = np.array(self.topology.groups(axes)) // self.ranks_per_node
         return gcd(*(count for row in table for count in np.unique(row, return_counts=True)[1].tolist()))
 
     def warnings(self) -> tuple[str, ...]:
-        """Warn of axes that cross nodes or domains while an axis with less traffic does not, and of TP across nodes."""
+        """Warnings of axes that cross nodes or domains while an axis with less traffic does not, and of TP across nodes."""
         return tuple(self._warning(*conflict) for conflict in self._conflicts)
 
     @cached_property
     def _conflicts(self) -> tuple[tuple[str, str | None, bool], ...]:
-        """Conflicts `(busy, quiet, node)`: `busy` crosses nodes (else domains), `quiet`, with less traffic, does not."""
+        """Conflicts `(busy, quiet, node)`: `busy` crosses nodes (if not `node`, domains), `quiet` sends less and does not."""
         return tuple(self._at_level(self.ranks_per_node, True)) + (
             () if self.domain is None else tuple(self._at_level(self.domain, False))
         )
@@ -110,11 +110,11 @@ class Nodes:
             if blocks > 1
         )
         what = "nodes" if node else "domains"
-        beside = "every layer waits for TP" if quiet is None else f"{quiet}, which sends less, stays inside one"
+        beside = "every layer waits for TP" if quiet is None else f"{quiet}, which sends less, does not"
         return f"{busy} crosses {what} of {size} ranks, as ranks {short_ranks(group)} do; {beside}: {self._fix(busy, size)}"
 
     def _fix(self, busy: str, size: int) -> str:
-        """Suggest the default order if it keeps the axis inside or resolves conflicts, else degrees that keep it inside."""
+        """Suggest the default order if that avoids the crossing or other conflicts, else degrees that avoid the crossing."""
         usual = replace(self, topology=replace(self.topology, order=ORDER))
         better = len(usual._conflicts) < len(self._conflicts)
         degrees = ((degree, self._changed(**{busy: degree})) for degree in divisors(size))
@@ -124,7 +124,7 @@ class Nodes:
         return f"set {busy} to {any_of(fits)}" if fits else "set other degrees, or use larger nodes"
 
     def _changed(self, **degrees: int) -> "Nodes | None":
-        """The same world and nodes with other degrees and the dp that follows; None if there is no such topology."""
+        """Return the same world and nodes with other degrees and the resulting dp; None if there is no such topology."""
         old = self.topology
         kept = {name: getattr(old, name) for name in ("tp", "pp", "cp", "ep", "dp_replicate", "order")}
         try:
@@ -134,7 +134,7 @@ class Nodes:
 
 
 def short_ranks(ranks: Sequence[int]) -> str:
-    """Abbreviate ascending ranks: `0,1,4,5`; `0-7` for three or more neighbours; `0,8,..,56` for more than four runs."""
+    """Abbreviate ascending ranks: `0,1,4,5`; `0-7` for three or more neighbours; `0,8,..,56` for more than four ranges."""
     runs = np.split(np.asarray(ranks), np.flatnonzero(np.diff(ranks) > 1) + 1)
     words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs]
     return ",".join(words if len(words) <= 4 else [*words[:2], "..", words[-1]])

@@ -407,24 +407,24 @@ def refused_arguments(p):
 
 
 AS_A_MASK = "\n\nhint: give a bool mask, True where a query sees a key, or a float mask of 0 and -inf"
-WHOLE = "\n\nhint: give the mask of the whole sequence and leave it out of buffers, or set is_causal=True"
-GROUPED = "\n\nhint: give k and v as many heads as q, or with enable_gqa=True a number that divides it"
+WHOLE = "\n\nhint: give the mask of the global sequence and leave the mask out of buffers, or set is_causal=True"
+GROUPED = "\n\nhint: give k and v as many heads as q, or with enable_gqa=True a number of heads that divides that of q"
 REFUSED = [
     "dropout_p=0.1: longspan attention has no dropout\n\nhint: set dropout_p=0.0",
     "both attn_mask and is_causal are set\n\nhint: leave one of them out",
-    "attn_mask is not a band: query 4 sees 2 separate runs of keys\n\n"
+    "query 4 of attn_mask sees 2 separate ranges of keys: visible keys must be contiguous\n\n"
     "hint: set mask=Mask.bands(seq_len, bands) of context_parallel, or call longspan.attention",
     "attn_mask of shape (2, 1, 21, 21) differs between batch rows or heads\n\n"
-    "hint: call attention once for each batch row, or concatenate the rows to one sequence (Mask.concat)",
+    "hint: call attention once for each batch row, or concatenate the rows into one sequence (Mask.concat)",
     "attn_mask is a bias, with values other than 0 and -inf; longspan attention takes masks only" + AS_A_MASK,
     "attn_mask is a learned bias; longspan attention takes masks only" + AS_A_MASK,
     "attn_mask is torch.int64" + AS_A_MASK,
-    "attn_mask of shape (10, 10) is not over the 21 x 21 pairs of the whole sequence" + WHOLE,
+    "attn_mask must have shape (..., 21, 21), the pairs of the global sequence, not (10, 10)" + WHOLE,
     "scale=-1.0 is not a positive number\n\nhint: for a negative scale, negate q",
     "q, k and v have 4, 2 and 2 heads, enable_gqa=False" + GROUPED,
     "q, k and v have 4, 2 and 4 heads, enable_gqa=True" + GROUPED,
-    "is_causal=True contradicts the mask of context_parallel, which shows queries later keys\n\n"
-    "hint: set is_causal=False to use that mask, or leave mask out of context_parallel",
+    "is_causal=True contradicts the mask of context_parallel, in which queries see later keys\n\n"
+    "hint: set is_causal=False to use the mask of context_parallel, or leave mask out of context_parallel",
     "attn_mask differs from the mask of context_parallel\n\nhint: leave attn_mask out; mask= applies already",
     "q (8,), k (3, 8), v (3, 8): SDPA takes (..., tokens, head_dim)",
     "TypeError",
@@ -442,7 +442,7 @@ def lengths(p):
 
 
 HELD = {rank: f"rank {rank} holds {11 - rank} of 21 tokens" for rank in range(2)}
-OUTSIDE = "\n\nhint: call it outside context_parallel, on global tensors"
+OUTSIDE = "\n\nhint: call cross-attention outside context_parallel, on global tensors"
 LENGTHS = {
     rank: [
         f"q, k and v have {11 - rank}, 4 and 4 rows, and {HELD[rank]}; cross-attention cannot be sharded" + OUTSIDE,
@@ -585,10 +585,10 @@ def refused_buffers(p):
 
 
 GRADIENT = (
-    "requires a gradient, which would be only a shard's\n\n"
-    "hint: give x.detach() and call requires_grad_() inside, or leave it out and shard it by DropIn.shard"
+    "requires a gradient, but would get only the gradient of a shard\n\n"
+    "hint: give x.detach() and call requires_grad_() inside; or shard x by DropIn.shard instead"
 )
-ONCE = "\n\nhint: give the global tensor; this one may be sharded already, or have its sequence in another dim"
+ONCE = "\n\nhint: give the global tensor; this tensor may be sharded already, or have its sequence in another dim"
 REFUSED_BUFFERS = [
     "dim 0 of a tensor of shape (2, 21) has 2 rows; the sequence has 21 tokens" + ONCE,
     f"buffer 1 of shape (21,) {GRADIENT}",
@@ -597,7 +597,7 @@ REFUSED_BUFFERS = [
     "1 buffers but 2 buffer_seq_dims\n\nhint: give one dim for each buffer",
     "buffers holds one tensor twice\n\nhint: give each tensor once",
     "buffer 1 is a list, not a tensor",
-    "no_restore_buffers holds a tensor that is not in buffers\n\nhint: add it to buffers",
+    "no_restore_buffers holds a tensor that is not in buffers\n\nhint: add the tensor to buffers",
     "dim 0 of a tensor of shape (21,) has 21 rows; the sequence has 20 tokens" + ONCE,
     "seq_len=20, but the mask covers 21 tokens\n\nhint: leave seq_len out",
     "seq_len=0: a mask covers at least one token",
@@ -779,11 +779,11 @@ OTHERS = ["flex_attention"] * 2 + [
 ]
 OWN = hidden(
     "scaled_dot_product_attention in a custom operator, or in another thread,",
-    "call it from the thread that opened the block, outside custom operators",
+    "call attention from the thread that opened the block, outside custom operators",
 )
 KERNEL = hidden(
     "aten._scaled_dot_product_flash_attention_for_cpu.default in a custom operator, or in another thread,",
-    "call it from the thread that opened the block, outside custom operators",
+    "call attention from the thread that opened the block, outside custom operators",
 )
 NO_HOOKS = (
     "torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks. "

@@ -1,9 +1,9 @@
 """`context_parallel`: a program of plain `scaled_dot_product_attention`, run on a sharded sequence.
 
     with context_parallel(mesh, buffers=(ids, freqs), buffer_seq_dims=(1, 0)):
-        enter    buffers            S -> T, in place
-        inside   SDPA               `attention` with the plan of the call's mask, whatever code calls it
-                 other attention    `SpecError`: it would see only this rank's keys
+        enter    buffers            global length S -> local length T, in place
+        inside   SDPA               replaced by `attention` with the plan of the call's mask
+                 other attention    `SpecError`: would see only this rank's keys
         exit     buffers            restored
 
 `intercept` finds the calls; `recognise` turns dense masks into bands.
@@ -54,23 +54,23 @@ def context_parallel(
     """Run plain PyTorch on a sharded sequence, as `torch.distributed.tensor.experimental.context_parallel` does.
 
     Inside, `buffers` hold this rank's slots along `buffer_seq_dims` (`S` becomes `T`), and
-    `scaled_dot_product_attention` of local q, k, v `(..., T, D)` attends over the whole sequence. Backward may run
-    inside or afterwards. On exit, also by an exception, buffers get back their global content, except
-    `no_restore_buffers`; writes made inside are lost. Yields a `DropIn`, whose `unshard` gathers local results.
+    `scaled_dot_product_attention` of local q, k, v `(..., T, D)` attends over the global sequence. Backward may run
+    inside or afterwards. On exit, also by an exception, all buffers except `no_restore_buffers` are restored to their
+    global content, without writes made inside. Yields a `DropIn`, whose `unshard` gathers local results.
 
     - `layout`, `route`, `inner`, `kernel`, `comm_dtype`: as for `ContextParallel`.
     - `mask`: mask of calls without `attn_mask`. Default: full, or causal with `is_causal`. Required by "balanced".
-    - `seq_len`: length of the whole sequence. Needed without buffers and mask.
+    - `seq_len`: length S of the global sequence. Required if neither buffers nor mask are given.
 
-    Collective: the ranks compare all of these. Raises `SpecError` for a call that cannot be computed, at that call, and
-    `DisagreementError` if ranks differ.
+    Collective: the ranks compare all arguments, and raise `DisagreementError` if these differ. A call inside that cannot
+    be computed raises `SpecError`.
     """
     if is_intercepted():
         raise SpecError(
             "context_parallel was entered inside context_parallel", hint="leave the outer block before the inner one"
         )
     size = mesh.size() if isinstance(mesh, DeviceMesh) else rank_and_size(as_group(mesh))[1]
-    # The numbers of heads are known only at the first call; until then use numbers that every route accepts.
+    # The numbers of heads are unknown until the first call. Until then, use numbers that every route accepts.
     cp = ContextParallel(mesh, layout, route, (size, size), inner, kernel, comm_dtype)
     held, dims = [] if isinstance(buffers, Tensor) else list(buffers or ()), list(buffer_seq_dims or ())
     problem: Exception | None = None
@@ -85,7 +85,9 @@ def context_parallel(
         given = repr([(buffer.shape, buffer.dtype, dim) for buffer, dim in zip(held, dims, strict=True)])
         what = {"layouts, masks or routes": dropin.digest, "buffers": given.encode()}
         shards = [_local(buffer, dropin, dim) for buffer, dim in zip(held, dims, strict=True)]
-    except Exception as error:  # of any type: check_agreement raises on the other ranks too, which would hang otherwise
+    except (
+        Exception
+    ) as error:  # of any type: check_agreement also raises on the other ranks, which would hang otherwise
         problem = error
     check_agreement(cp.group, what, problem)
     with ExitStack() as stack:
@@ -101,7 +103,7 @@ def context_parallel(
 
 
 class DropIn:
-    """A program on a sharded sequence: its layout, and its `scaled_dot_product_attention`."""
+    """A program on a sharded sequence: layout, shard and unshard, and `scaled_dot_product_attention`."""
 
     def __init__(self, cp: ContextParallel, seq_len: int, mask: Mask | None) -> None:
         if cp.planner.layout == BALANCED and mask is None:
@@ -144,7 +146,7 @@ class DropIn:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """`torch.nn.functional.scaled_dot_product_attention` of local q, k, v `(..., T, D)` over the whole sequence."""
+        """`torch.nn.functional.scaled_dot_product_attention` of local q, k, v `(..., T, D)` over the global sequence."""
         if dropout_p:
             raise SpecError(f"dropout_p={dropout_p}: longspan attention has no dropout", hint="set dropout_p=0.0")
         self._check_lengths(query, key, value)
@@ -176,7 +178,7 @@ class DropIn:
             rows = "{}, {} and {}".format(*lengths)
             raise SpecError(
                 f"q, k and v have {rows} rows, and {held}; cross-attention cannot be sharded",
-                hint="call it outside context_parallel, on global tensors",
+                hint="call cross-attention outside context_parallel, on global tensors",
             )
         raise SpecError(
             f"q, k and v have {lengths[0]} rows, and {held}",
@@ -193,13 +195,13 @@ class DropIn:
             return self._causal if is_causal else self._full
         if is_causal and not self._looks_back:
             raise SpecError(
-                "is_causal=True contradicts the mask of context_parallel, which shows queries later keys",
-                hint="set is_causal=False to use that mask, or leave mask out of context_parallel",
+                "is_causal=True contradicts the mask of context_parallel, in which queries see later keys",
+                hint="set is_causal=False to use the mask of context_parallel, or leave mask out of context_parallel",
             )
         return self.mask
 
     def _recognise(self, attn_mask: Tensor) -> Mask:
-        """Return the bands of a dense mask. Cached until the tensor, or the base of a view, is freed or written to."""
+        """Return the mask equal to a dense mask. Cached until the tensor, or the base of a view, is freed or written to."""
         if attn_mask.is_inference():
             return mask_of_dense(attn_mask, self.seq_len, self.mask)
         base = attn_mask if attn_mask._base is None else attn_mask._base
@@ -234,8 +236,9 @@ def _check_buffers(
             raise SpecError(f"buffer {index} is a {type(buffer).__name__}, not a tensor")
         if buffer.requires_grad:
             raise SpecError(
-                f"buffer {index} of shape {tuple(buffer.shape)} requires a gradient, which would be only a shard's",
-                hint="give x.detach() and call requires_grad_() inside, or leave it out and shard it by DropIn.shard",
+                f"buffer {index} of shape {tuple(buffer.shape)} requires a gradient, but "
+                "would get only the gradient of a shard",
+                hint="give x.detach() and call requires_grad_() inside; or shard x by DropIn.shard instead",
             )
         if not -buffer.ndim <= dim < buffer.ndim:
             raise SpecError(f"dim {dim} does not exist in buffer {index} of shape {tuple(buffer.shape)}")
@@ -243,7 +246,7 @@ def _check_buffers(
     if len(set(names)) < len(names):
         raise SpecError("buffers holds one tensor twice", hint="give each tensor once")
     if not staying <= set(names):
-        raise SpecError("no_restore_buffers holds a tensor that is not in buffers", hint="add it to buffers")
+        raise SpecError("no_restore_buffers holds a tensor that is not in buffers", hint="add the tensor to buffers")
     return staying
 
 
@@ -258,7 +261,7 @@ def _length(buffers: Sequence[Tensor], dims: Sequence[int], mask: Mask | None, s
 
 
 def _local(buffer: Tensor, dropin: DropIn, dim: int) -> Tensor:
-    """Return this rank's slots of a buffer; an inference tensor for an inference tensor."""
+    """Return this rank's slots of a buffer. If the buffer is an inference tensor, the result is one too."""
     with torch.inference_mode(buffer.is_inference()), torch.no_grad():
         return shard(buffer, dropin.layout, dropin.cp.rank, dim)
 
@@ -272,7 +275,7 @@ def _heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[int, int]
     if kv_heads != v_heads or (not enable_gqa and kv_heads not in (1, heads)):
         raise SpecError(
             f"q, k and v have {heads}, {kv_heads} and {v_heads} heads, enable_gqa={enable_gqa}",
-            hint="give k and v as many heads as q, or with enable_gqa=True a number that divides it",
+            hint="give k and v as many heads as q, or with enable_gqa=True a number of heads that divides that of q",
         )
     return heads, kv_heads
 

@@ -1,8 +1,8 @@
-"""Replaces `scaled_dot_product_attention` while a context is open, and refuses attention by other operators.
+"""Replace `scaled_dot_product_attention` while a context is open, and refuse attention by other operators.
 
     Python, TorchScript, C++, exported programs  ->  SDPA operator      ->  replaced
     kernels by name, other packages              ->  other operators    ->  refused by a dispatch mode
-    compiled code                                ->  runs eagerly, so calls the SDPA operator
+    compiled code                                ->  runs eagerly, and so calls the SDPA operator
     recomputation in backward                    ->  SDPA operator, and a marker in case the context has ended
 
 Only this file uses the dispatcher and its modes.
@@ -37,17 +37,17 @@ _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 _ATTENTION = re.compile(r"attention|attn|transformer_encoder|_safe_softmax")
 """Operators that compute attention. Only SDPA's math path calls `_safe_softmax`."""
 _ALLOWED = re.compile(r"^longspan\b|backward|bwd")
-"""Our operators, and backward operators: a graph from before the context may run backward inside."""
+"""Operators not refused: our own, and backward operators, since a graph from before the context may run backward inside."""
 _open: list["_Kernels"] = []
-"""Open contexts of all threads. Read only for a call outside a context, to find whether it belongs to one."""
+"""Open contexts of all threads. Read only for a call outside a context, to find whether the call belongs to one."""
 
 
 @contextmanager
 def intercepted(attend: Callable[..., Tensor], slots: int) -> Iterator[None]:
-    """Replace SDPA by `attend` in this thread and the backward passes it starts; other attention raises `SpecError`.
+    """Replace SDPA by `attend` in this thread and in backward passes started here. Other attention raises `SpecError`.
 
-    Threads started before are not affected, except that attention over as many rows as this rank has `slots` raises,
-    since it may belong to this context.
+    Threads started before are affected in one case: attention over exactly `slots` rows raises, since the call may
+    belong to this context.
     """
     with (
         torch.compiler.set_stance("force_eager"),
@@ -73,12 +73,12 @@ def is_intercepted() -> bool:
 
 
 def traced(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k, v, marked such that checkpointing raises if it recomputes their SDPA after the context has ended."""
+    """Return q, k, v, marked so that checkpointing raises if their SDPA is recomputed after the context has ended."""
     if torch.is_grad_enabled():
         return _Traced.apply(q, k, v)  # type: ignore[no-untyped-call]
     frame = sys._getframe()
     while frame is not None:
-        if frame.f_code is CheckpointFunction.forward.__code__:  # runs under no_grad: the marker is not saved
+        if frame.f_code is CheckpointFunction.forward.__code__:  # runs under no_grad, which would not save the marker
             raise SpecError(
                 "reentrant checkpointing recomputes attention in backward, when context_parallel may have ended",
                 hint="set use_reentrant=False",
@@ -98,7 +98,7 @@ def _attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Implement the SDPA operator while a context is open: `attend` in threads with a context, plain SDPA in others."""
+    """Implement the SDPA operator while a context is open: `attend` in threads with a context, else plain SDPA."""
     modes = _get_current_dispatch_mode_stack()
     call = next((mode.attend for mode in modes if isinstance(mode, _Kernels)), None)
     if call is None:
@@ -121,7 +121,7 @@ def _check_elsewhere(name: str, query: Tensor, key: Tensor) -> None:
         if current_thread() not in context.other_threads or rows == (context.slots, context.slots):
             _refuse(
                 f"{name} in a custom operator, or in another thread,",
-                "call it from the thread that opened the block, outside custom operators",
+                "call attention from the thread that opened the block, outside custom operators",
             )
 
 
@@ -170,7 +170,7 @@ def _hidden_attention(func: Callable[..., Any]) -> str | None:
 
 
 class _Traced(torch.autograd.Function):
-    """Saves one tensor more than plain SDPA, so that checkpointing raises if it recomputes with plain SDPA."""
+    """Saves one tensor more than plain SDPA does, so that checkpointing raises if plain SDPA recomputes the call."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,7 +185,7 @@ class _Traced(torch.autograd.Function):
 
 
 def _save(x: Tensor) -> tuple[Tensor, int]:
-    """Save a detached alias: a saved buffer itself would get back its global data when the context ends."""
+    """Save a detached alias, because the end of the context restores the global data of a buffer itself."""
     return x.detach(), x._version
 
 

@@ -1,8 +1,8 @@
-"""Dense mask to bands: `attn_mask` of scaled_dot_product_attention -> `Mask`, where every query sees one run of keys.
+"""Dense mask to bands: `attn_mask` of scaled_dot_product_attention -> `Mask`, if every query sees one range of keys.
 
-    # . . . .    first key 0, 1 key      Successive rows are one band if the starts of their runs are equal or move with the
-    # # . . .    first key 0, 2 keys     row, and the ends too: here rows 0..1 (start at key 0, end on the diagonal) and
-    . . # . .                            rows 2..4 (start at key 2).
+    # . . . .    first key 0, 1 key      Successive rows form one band if the first keys are equal or advance by one per
+    # # . . .    first key 0, 2 keys     row, and so do the last keys: here rows 0..1 (first key 0, last key on the
+    . . # . .                            diagonal) and rows 2..4 (first key 2).
     . . # # .
     . . # # #
 
@@ -25,14 +25,14 @@ _AS_A_MASK = "give a bool mask, True where a query sees a key, or a float mask o
 def mask_of_dense(attn_mask: torch.Tensor, seq_len: int, expected: Mask | None = None) -> Mask:
     """Return the `Mask` of `attn_mask`, which broadcasts to `(..., S, S)` and is bool (True: visible) or 0 and -inf.
 
-    Raises `SpecError` if `attn_mask` has other values, differs between batch rows or heads, shows a query several runs
-    of keys, or differs from the `expected` mask, which may show several runs.
+    Raises `SpecError` if `attn_mask` has other values, differs between batch rows or heads, or differs from the `expected`
+    mask. Without `expected`, also if the visible keys of a query are not one contiguous range.
     """
     shape = tuple(attn_mask.shape)
     if len(shape) < 2 or any(size not in (1, seq_len) for size in shape[-2:]):
         raise SpecError(
-            f"attn_mask of shape {shape} is not over the {seq_len} x {seq_len} pairs of the whole sequence",
-            hint="give the mask of the whole sequence and leave it out of buffers, or set is_causal=True",
+            f"attn_mask must have shape (..., {seq_len}, {seq_len}), the pairs of the global sequence, not {shape}",
+            hint="give the mask of the global sequence and leave the mask out of buffers, or set is_causal=True",
         )
     runs = _seen(attn_mask).expand(seq_len, seq_len)
     if expected is not None:
@@ -44,7 +44,7 @@ def mask_of_dense(attn_mask: torch.Tensor, seq_len: int, expected: Mask | None =
     begins = runs[:, 0] + (runs[:, 1:] & ~runs[:, :-1]).sum(-1)
     if (several := int(begins.max())) > 1:
         raise SpecError(
-            f"attn_mask is not a band: query {int(begins.argmax())} sees {several} separate runs of keys",
+            f"query {int(begins.argmax())} of attn_mask sees {several} separate ranges of keys: visible keys must be contiguous",
             hint="set mask=Mask.bands(seq_len, bands) of context_parallel, or call longspan.attention",
         )
     first = runs.view(torch.uint8).argmax(-1).cpu().numpy()
@@ -58,14 +58,14 @@ def _merged(mask: Mask) -> Mask:
 
 def _seen(attn_mask: torch.Tensor) -> torch.Tensor:
     """Return the bool mask `(S or 1, S or 1)` that all batch rows and heads share, True where a query sees a key."""
-    # Of an expanded dim (stride 0) compare only the first index.
+    # In an expanded dim (stride 0), compare only the first index.
     different = [slice(None) if stride else slice(1) for stride in attn_mask.stride()[:-2]]
     parts = attn_mask.detach()[*different].reshape(-1, *attn_mask.shape[-2:])
     one = parts[0]
     if len(parts) > 1 and not bool((parts == one).all()):
         raise SpecError(
             f"attn_mask of shape {tuple(attn_mask.shape)} differs between batch rows or heads",
-            hint="call attention once for each batch row, or concatenate the rows to one sequence (Mask.concat)",
+            hint="call attention once for each batch row, or concatenate the rows into one sequence (Mask.concat)",
         )
     if one.dtype == torch.bool:
         return one
@@ -82,10 +82,10 @@ def _seen(attn_mask: torch.Tensor) -> torch.Tensor:
 
 
 def _bands(first: Array, count: Array) -> Iterator[tuple[int, int, int, int, int | None, int | None]]:
-    """Yield bands for rows that see `count` keys from key `first`, each as tall as its first two rows allow."""
+    """Yield bands for rows that see `count` keys from key `first`. The first two rows of a band determine its shape."""
     last = first + count - 1
     begins, ends = np.diff(first), np.diff(last)
-    steps = begins * 2 + ends  # 0..3 if both ends stay or move by one
+    steps = begins * 2 + ends  # 0..3 if each end stays or moves by one
     seen = (count[1:] > 0) & (count[:-1] > 0)
     steps[(begins >> 1 != 0) | (ends >> 1 != 0) | (first[1:] > last[:-1]) | ~seen] = -1
     turns = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]

@@ -1,4 +1,4 @@
-"""Checks of an attention call before any exchange: locally, then across the ranks."""
+"""Checks of an attention call before any exchange, first on each rank, then across the ranks."""
 
 import torch
 
@@ -24,10 +24,11 @@ def check_call(
 ) -> None:
     """Raise `SpecError` if the tensors do not fit the plan. The ranks compare plans, shapes, dtypes and scales.
 
-    On CPU the ranks compare in every call (0.1 ms over gloo), and an error of one rank is raised on all. On CUDA the
-    comparison would make the host wait for the device, so the ranks compare only the first call of each kind. `agreed`
-    holds the kinds compared so far, for one plan's share, or for all plans of a `ContextParallel`, whose ranks compare
-    plans once a micro-batch. A rank with an error in a later call raises alone; the others end at their timeout.
+    On CPU the ranks compare every call (0.1 ms over gloo), and an error of one rank is raised on all ranks. On CUDA the
+    comparison would make the host wait for the device, so the ranks compare only the first call of each kind. If a rank
+    has an error in a later call, only this rank raises, and the other ranks end at their timeout. `agreed` holds the
+    kinds compared so far, for one plan's share, or for all plans of a `ContextParallel`, whose ranks compare plans once
+    per micro-batch.
     """
     problem: LongspanError | None = None
     try:
@@ -49,7 +50,7 @@ def check_call(
 def check_together(
     share: Share, agreed: set[str], device: torch.device, call: str, problem: LongspanError | None
 ) -> None:
-    """Raise on all ranks if one has a `problem`, or if plans or kinds of `call` differ between ranks."""
+    """Raise on all ranks if any rank has a `problem`, or if plans or kinds of `call` differ between ranks."""
     call = f"{share.name} {call}"
     if device.type == "cuda" and agreed:
         if problem is not None:
@@ -80,7 +81,7 @@ def _check_change(change: ScoreChange | None, q: Tensor) -> None:
 
 
 def _described(change: ScoreChange | None) -> str:
-    """Describe the change for comparison. On CUDA without the slopes' values, whose reading would synchronise."""
+    """Describe the change for comparison. On CUDA without the slopes' values, because reading them would synchronise."""
     if change is None:
         return ""
     slopes = change.slopes

@@ -1,5 +1,4 @@
-"""Runs one rank's share of any plan, forward and backward: computes tiles while the rows of the next stage are in
-flight.
+"""Run one rank's share of any plan, forward and backward. Tiles are computed while the next stage's rows are in flight.
 
     B batch, H query heads, K KV heads, T slots of this rank, D head dim
 
@@ -47,7 +46,7 @@ class Share:
     name: str = ""
     """Name of the mask in its sequence, the same in every batch."""
     kept: dict[object, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Cache of launches, kernels and positions for all layers and batches that run this plan."""
+    """Cache of launches, kernels and token positions, for all layers and batches that run this plan."""
 
     @property
     def whole_heads(self) -> HeadShare:
@@ -82,7 +81,7 @@ class Share:
 
     @property
     def regular(self) -> bool:
-        """Whether cuDNN computes all tiles unsplit, at most two a step, in shapes that recur in every batch."""
+        """Whether cuDNN can compute all tiles unsplit, at most two per step, in shapes that recur in every batch."""
         if "regular" not in self.kept:
             steps = [step.tiles for stage in self.work.stages for step in stage.steps]
             self.kept["regular"] = all(len(tiles) <= 2 and are_regular(tiles) for tiles in steps)
@@ -129,8 +128,11 @@ def run_forward(
     scale: float,
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> out `(B, H, T, Dv)` in q's dtype, lse of the rows
-    computed here, and the exchanged q, k, v, out that backward takes, if heads are exchanged."""
+    """Local shards `(B, H, T, D), (B, K, T, D), (B, K, T, Dv)` -> (out, lse, exchanged).
+
+    out `(B, H, T, Dv)` is in q's dtype; lse is that of the rows computed here. If heads are exchanged, `exchanged` is the
+    exchanged q, k, v and out that backward takes.
+    """
     q, k, v = map(_dense_rows, (q, k, v))
     kernel = share.kernel_for(q, k, v, change)
     with call("forward", share.route, kernel.name, share.work.rank, q.device) as meter:
@@ -159,8 +161,8 @@ def run_backward(
     scale: float,
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the local q, k, v, and of the sink `(H,)` from the rows and heads computed here (`(0,)`
-    without a sink). After a head exchange q, k, v and out are the exchanged ones that forward returned."""
+    """Return (dq, dk, dv, dsink) of the local shards. dsink `(H,)` covers the rows and heads computed here (`(0,)` without a
+    sink). If heads are exchanged, pass the exchanged q, k, v and out that forward returned."""
     dout, q, k, v = map(_dense_rows, (dout, q, k, v))
     kernel = share.kernel_for(q, k, v, change)
     with call("backward", share.route, kernel.name, share.work.rank, q.device) as meter:
@@ -187,7 +189,7 @@ def attend_rows(
     meter: Call,
     change: ScoreChange | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Out and lse of the given queries over the own rows and the rows that arrive."""
+    """Return (out, lse) of the given queries over this rank's own rows and the rows that arrive."""
     q, k, v = qkv
     lane = Lane.on(q.device)
     result = Output(q, v, lane.home)
@@ -206,7 +208,7 @@ def attend_rows(
             del out, lse
 
     for _, _, steps in arriving_rows(share.work, (k, v), share.comm_dtype, share.group, meter):
-        while steps:  # pop: frees rows after use, before those of the stage after the next arrive
+        while steps:  # pop: frees rows after use, before the rows of the stage after the next arrive
             compute(*steps.pop(0))
     lane.join()
     return result.finish(sink)
@@ -225,8 +227,8 @@ def differentiate_rows(
     change: ScoreChange | None = None,
     partial: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of the given q, k, v, and of the sink. `partial` keeps dk and dv in the accumulation dtype,
-    as terms of a further sum.
+    """Return (dq, dk, dv, dsink) for the given q, k, v. `partial` keeps dk and dv in the accumulation dtype, as terms of a
+    further sum.
 
     The own shard is computed last, while partial gradients of its keys return from other ranks.
     """
@@ -261,7 +263,7 @@ def differentiate_rows(
             with lane.after():
                 returning.expect(following)
             continue
-        for index in range(len(steps)):  # by index: a loop variable would keep sent gradients alive
+        for index in range(len(steps)):  # by index, because a loop variable would keep sent gradients alive
             compute(*steps.pop(0), returning.here[index], returning.arrive)
         with lane.after():
             returning.arrive()

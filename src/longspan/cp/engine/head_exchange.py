@@ -1,5 +1,4 @@
-"""Ulysses' exchange of heads among the members of a group: all heads of some rows become all rows of some heads, and
-back.
+"""The exchange of heads (Ulysses) in a group: members turn all heads of some rows into all rows of some heads, and back.
 
     B batch, H query heads (K KV heads), T slots of this rank, R slots of all members, D head dim
 
@@ -48,8 +47,8 @@ class HeadExchange:
     def gather(
         self, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str | None, again: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k and v of all rows; k and v are rounded to `comm_dtype`. `again`: for more heads of the same rows,
-        which `rows_received` counts already."""
+        """Return (q, k, v) of all rows; k and v are rounded to `comm_dtype`. `again`: `rows_received` already counts these rows,
+        from an exchange of other heads."""
         wire = WIRES[comm_dtype]
         together, *rounded = self.there([q, wire.encode(k), wire.encode(v)])
         if not again:
@@ -131,8 +130,8 @@ class HeadExchange:
         return stop - start
 
     def _travel(self, tensors: Sequence[Tensor], leaving: Parts, shapes: Sequence[Sequence[Sequence[int]]]) -> Parts:
-        """Send each other member its pieces and receive pieces of `shapes[member][tensor]`. The own pieces are returned
-        unchanged. The pieces of one tensor are concatenated along its rows."""
+        """Send each other member its pieces and receive pieces of `shapes[member][tensor]`. This member's own
+        pieces are returned unchanged. The pieces of one tensor are concatenated along the rows."""
         share, own = self.share, self.share.member
         arrived: Parts = [list(pieces) for pieces in leaving]
         flights: list[Flight] = []
@@ -157,7 +156,7 @@ class HeadExchange:
 
 @dataclass(frozen=True)
 class GroupedKernel:
-    """A kernel for KV heads that serve unequal numbers of query heads: one call for each block with an equal number."""
+    """A kernel for KV heads that serve unequal numbers of query heads: one call for each block of equal numbers."""
 
     kernel: Kernel
     blocks: tuple[tuple[tuple[int, int], tuple[int, int]], ...]
@@ -212,6 +211,6 @@ def _at(x: Tensor, place: Place) -> Tensor:
 
 
 def _rows_together(pieces: Sequence[Tensor], like: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of the pieces concatenated along rows; batch, heads and dim as `like` if there are none."""
+    """Return the shape of the pieces concatenated along rows; if there are no pieces, batch, heads and dim are as in `like`."""
     B, heads, _, D = pieces[0].shape if pieces else like
     return B, heads, sum(piece.shape[2] for piece in pieces), D

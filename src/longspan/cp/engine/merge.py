@@ -9,9 +9,9 @@ Tensor = torch.Tensor
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Merge `other_out (B, H, T, D)` and `other_lse (B, H, T)` into `out` and `lse`, which keep their (wider) dtype.
+    """Merge `other_out (B, H, T, D)` and `other_lse (B, H, T)` into `out` and `lse`, in the (wider) dtype of `out` and `lse`.
 
-    A row that has seen no key has lse -inf and out 0, and so has the merge of two such rows.
+    A row that has seen no key has lse -inf and out 0. The merge of two such rows also has lse -inf and out 0.
     """
     other_lse = other_lse.to(lse.dtype)
     weight = torch.sigmoid(other_lse - lse).masked_fill_(other_lse == float("-inf"), 0)

@@ -1,8 +1,7 @@
-"""PyTorch modes around an attention call: autocast applies as in `scaled_dot_product_attention`, transforms are
-refused.
+"""PyTorch modes around an attention call. Autocast applies as in `scaled_dot_product_attention`; transforms are refused.
 
 autocast bf16       q, k, v in fp32 or less -> bf16; nothing inside the call is cast
-vmap, jvp, grad     of torch.func, and forward-mode tangents: `SpecError`, since our operators would drop them silently
+torch.func          vmap, jvp, grad, and forward-mode AD: `SpecError`, since our operators would silently ignore these
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -32,7 +31,7 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
 
 
 def refuse_transforms(*tensors: Tensor | None) -> None:
-    """Raise `SpecError` for tensors inside `torch.func` transforms and for tensors with forward-mode tangents."""
+    """Raise `SpecError` for tensors inside `torch.func` transforms and for tensors with a tangent of forward-mode AD."""
     if torch.compiler.is_compiling():
         return
     for x in tensors:

@@ -1,10 +1,10 @@
-"""The executor as registered operators: torch.compile and selective checkpointing see two calls and no internals.
+"""The executor as two registered operators, opaque to torch.compile and selective checkpointing.
 
     longspan::attention_forward    q, k, v, ..., share, ... -> out, lse, exchanged q, k, v, out for backward
     longspan::attention_backward   dout, q, k, v, out, lse, ..., share, ... -> dq, dk, dv, dsink
 
-A `Share` holds plan and group and is registered as an opaque reference, so that one compilation serves every plan. Only
-this file uses torch's private registry of opaque types.
+A `Share` holds a rank's part of a plan and the group. It is registered as an opaque reference, so that one compilation
+serves every plan. Only this file uses torch's private registry of opaque types.
 """
 
 from typing import Any
@@ -24,15 +24,15 @@ Tensor = torch.Tensor
 
 
 class ShareRef(OpaqueBase):
-    """A `Share` as an operator argument, with the kinds of call that its ranks have compared already."""
+    """A `Share` as an operator argument, with the kinds of call that the ranks have already compared."""
 
     def __init__(self, share: Share, agreed: set[str] | None = None) -> None:
         self.share = share
         self.agreed: set[str] = set() if agreed is None else agreed
         heads = share.work.heads
         self.exchanged = [] if heads is None else [heads.num_query, heads.num_kv, share.work.rows, heads.kv[-1][1]]
-        """Query heads, KV heads and slots that this rank computes, and all KV heads; empty without a head exchange.
-        Fake kernels derive output shapes from these, the only member that compiled code can read."""
+        """(query heads, KV heads, slots that this rank computes, all KV heads); empty without a head exchange. Fake kernels
+        derive output shapes from this, the only member that compiled code can read."""
 
 
 register_opaque_type(
@@ -51,8 +51,8 @@ def attention_forward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Return out `(B, H, T, Dv)` of the local shards, lse of the rows computed here, and after a head exchange the
-    exchanged q, k, v, out. Sends and receives."""
+    """Return (out `(B, H, T, Dv)` of the local shards, lse of the rows computed here, exchanged q, k, v and out). The last is
+    empty without a head exchange. Collective."""
     change = ScoreChange.of(softcap, alibi)
     check_call(ref.share, q, k, v, sink, scale, change, ref.agreed)
     with without_autocast(q.device):
@@ -73,7 +73,7 @@ def attention_backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and of the sink (empty without one). Sends and receives whichever are needed."""
+    """Return (dq, dk, dv, dsink). dsink is empty without a sink. Collective, whichever gradients are needed."""
     with without_autocast(q.device):
         return run_backward(ref.share, dout, q, k, v, out, lse, sink, scale, ScoreChange.of(softcap, alibi))
 

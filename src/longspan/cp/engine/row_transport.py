@@ -1,9 +1,9 @@
-"""Moves key and value rows to the queries, and their partial gradients home, following the stages of a plan.
+"""Move key and value rows to the queries, and partial gradients back to the owner, following the stages of a plan.
 
     B batch, K KV heads, R rows of a buffer, D head dim
 
 Keys and values travel heads first, `(B, K, R, D)`, the layout that kernels read fastest. Gradients are summed and
-travel rows first, `(R, B, K, D)`, the layout that kernels write; any run of rows is contiguous in it.
+travel rows first, `(R, B, K, D)`, the layout that kernels write, in which any range of rows is contiguous.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ Group = RankGroup | None
 
 
 class Lane:
-    """The CUDA side stream on which results are merged, so that the next kernel need not wait. On CPU: no stream.
+    """The CUDA side stream on which results are merged, so that the next kernel need not wait for a merge. None on CPU.
 
         main   kernel 1 | kernel 2 | kernel 3                 kernel n + 1 waits for merge n - 1: then the memory of tile n - 1
         lane              merge 1  | merge 2  | merge 3       can be reused, and at most two tiles are held
@@ -37,12 +37,12 @@ class Lane:
     The CUDA allocator reuses freed memory at once, ordered only after the work launched on the stream that allocated
     it. A tensor used on both streams must therefore be held until they have synchronised:
 
-    - Results of a tile are allocated on main and read on the lane. `after` holds them until main has waited for the
-      merge.
-    - Tensors that outlive the call are allocated on main (`home`), whichever stream writes them first. The lane writes
-      them after the work that main launched before the block; main sees them after `join`.
-    - Tensors used on the lane alone (temporaries, gradients in flight) are allocated there. Hops are posted and waited
-      for in such blocks, so that the lane waits for them, not main.
+    - Results of a tile are allocated on main and read on the lane. `after` holds the results until main has waited
+      for the merge.
+    - Tensors that outlive the call are allocated on main (`home`), whichever stream writes them first. The lane
+      writes these tensors after the work that main launched before the block; main may read them after `join`.
+    - Tensors used on the lane alone (temporaries, gradients in flight) are allocated on the lane. Hops are posted and
+      waited for in `after` blocks, so that the lane waits for hops, and main does not.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
@@ -57,7 +57,7 @@ class Lane:
         return cls(_side_stream(device) if device.type == "cuda" else None)
 
     def after(self, *tensors: Tensor) -> AbstractContextManager[Any]:
-        """Return a context for work on the lane, after the kernels launched so far. Holds `tensors` until merged."""
+        """Return a context for work on the lane, ordered after all kernels launched so far. Holds `tensors` until merged."""
         return nullcontext() if self.stream is None else self._block(self.stream, tensors)
 
     def home(self) -> AbstractContextManager[Any]:
@@ -65,7 +65,7 @@ class Lane:
         return nullcontext() if self.stream is None else torch.cuda.stream(self._main)
 
     def join(self) -> None:
-        """Make main wait for the lane, so that kernels launched from now on see its results."""
+        """Make main wait for the lane, so that kernels launched from now on see the lane's results."""
         if self.stream is not None:
             self._merged.record(self.stream)
             self._let_go()
@@ -89,17 +89,17 @@ class Lane:
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a device's stream: one for all calls, which share its memory; high priority, since merges are short."""
+    """Return a device's side stream, shared by all calls to share its memory. High priority, since merges are short."""
     return torch.cuda.Stream(device, priority=-1)
 
 
 def arriving_rows(
     work: RankPlan, own: Rows, comm_dtype: str | None, group: Group, meter: Call
 ) -> Iterator[tuple[Stage, Stage | None, list[tuple[Step, Rows]]]]:
-    """Yield each stage, the stage after it, and its steps with their keys and values, a list that the caller may empty.
+    """Yield (stage, next stage or None, steps of the stage as (step, (keys, values))). The caller may empty the list.
 
-    While the caller computes a stage, the rows of the next are in flight; at most these two are held. A rank waits only
-    for messages that others post at an earlier stage, so that no cycle of waits can arise.
+    While the caller computes a stage, the rows of the next stage are in flight; rows of at most these two stages are held.
+    A rank waits only for messages that peers post in an earlier stage, so no deadlock is possible.
     """
     wire = WIRES[comm_dtype]
     travels = own if not any(stage.sends for stage in work.stages) else (wire.encode(own[0]), wire.encode(own[1]))
@@ -122,7 +122,7 @@ def arriving_rows(
         flight = hop.post(group, meter, collective if following is not None else None)
         del hop, leaving
         steps = [(stage.steps[0], own)] if stage is work.stages[0] else _decoded(stage, buffers, own, wire)
-        buffers = arriving  # drops used rows before those of the stage after the next arrive
+        buffers = arriving  # drops used rows before the rows of the stage after the next arrive
         yield stage, following, steps
         flight.wait(meter)
 
@@ -134,7 +134,7 @@ def _decoded(stage: Stage, buffers: Sequence[Rows], own: Rows, wire: Wire) -> li
 
 @dataclass
 class _Incoming:
-    """Gradients in flight. Packed rows are added to their target on arrival."""
+    """Gradients in flight. Packed rows are added to their target sum on arrival."""
 
     flight: Flight
     packed: list[tuple[Tensor, Gradient, Runs]] = field(default_factory=list)
@@ -148,9 +148,9 @@ class _Incoming:
 
 
 class ReturningGradients:
-    """Partial dK, dV in flight: from the previous rank, onwards to the next, and home from the last.
+    """Partial dK, dV in flight: received from the previous rank, sent to the next rank, and by the last rank to the owner.
 
-    Gradients that have come home are added to `home` after the next stage is computed.
+    Gradients that have returned to their owner are added to `home` after the next stage is computed.
     """
 
     def __init__(self, work: RankPlan, own: Rows, group: Group, meter: Call, lane: Lane) -> None:
@@ -163,17 +163,17 @@ class ReturningGradients:
         self._collective = self.home[0].buffer(0) if work.means == "collective" else None
 
     def expect(self, stage: Stage | None) -> None:
-        """Before any gradient is computed: allocate and receive those of the first stage after the own one."""
+        """Allocate and receive the gradients of the first stage after the own shard. Call before any gradient is computed."""
         hop = Hop()
         self._arriving = self._make_room(hop, stage)
         self._arriving.flight = hop.post(self._group, self._meter)
 
     def arrive(self) -> None:
-        """Wait until this stage's partial gradients have arrived, and those of the stage before have left."""
+        """Block until this stage's partial gradients have arrived, and those of the stage before have been sent."""
         self._arriving.wait(self._meter)
 
     def hand_over(self, stage: Stage, following: Stage | None) -> None:
-        """Send the finished gradients of `stage` onwards and home; receive those of the `following` stage."""
+        """Send the finished gradients of `stage` to the next rank and the owner; receive those of the `following` stage."""
         self._homing.wait(self._meter)
         onwards, homewards = Hop(), Hop()
         for step, gradients in zip(stage.steps, self.here, strict=True):
@@ -191,7 +191,7 @@ class ReturningGradients:
         self._homing.flight = homewards.post(self._group, self._meter, self._collective)
 
     def bring_home(self) -> None:
-        """Wait for all messages in flight, and add the gradients that came home, in the plan's order."""
+        """Wait for all messages in flight, and add the gradients that returned to this rank, in the plan's order."""
         self.arrive()
         self._homing.wait(self._meter)
 
@@ -209,7 +209,7 @@ class ReturningGradients:
     def _receive(
         self, hop: Hop, transfer: Transfer, gradients: KVGradient, incoming: _Incoming, in_place: bool = False
     ) -> None:
-        """Receive rows for `gradients`: directly into the sum if `in_place` and they are one run, otherwise packed."""
+        """Receive rows for `gradients`: directly into the sum if `in_place` and the rows are one range, otherwise packed."""
         for gradient in gradients:
             if in_place and len(transfer.runs) == 1:
                 start, stop = transfer.runs[0]
@@ -235,9 +235,9 @@ def in_one_piece(like: Tensor, shapes: Sequence[Sequence[int]], dtype: torch.dty
 
 
 def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
-    """Return rows of `x (B, K, R, D)` as contiguous messages: one view per head for a single run, or one for all.
+    """Return rows of `x (B, K, R, D)` as contiguous messages: one view per head if `by_head`, else one for all heads.
 
-    For a received transfer, the same messages are the buffers to fill.
+    For a received transfer, the messages are the buffers to fill.
     """
     if transfer.by_head:
         start, stop = transfer.runs[0]
@@ -246,6 +246,6 @@ def _messages(x: Tensor, transfer: Transfer) -> list[Tensor]:
 
 
 def pick(x: Tensor, runs: Runs, dim: int) -> Tensor:
-    """Return the rows of `runs` in one contiguous tensor: a view if they are one contiguous run, otherwise a copy."""
+    """Return the rows of `runs` in one contiguous tensor: a view if the rows are contiguous already, otherwise a copy."""
     parts: Sequence[Tensor] = [x.narrow(dim, start, stop - start) for start, stop in runs]
     return parts[0].contiguous() if len(parts) == 1 else torch.cat(tuple(parts), dim)

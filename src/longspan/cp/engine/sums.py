@@ -14,7 +14,7 @@ from longspan.plan import Runs
 
 Tensor = torch.Tensor
 Home = Callable[[], AbstractContextManager[Any]]
-"""Context in which to allocate memory that outlives the call: `Lane.home`."""
+"""Context that allocates memory that outlives the call: `Lane.home`."""
 
 
 class Output:
@@ -24,7 +24,7 @@ class Output:
         self._like, self._home = q, home
         self._shape = (*q.shape[:3], v.shape[3])
         self._sum: tuple[Tensor, Tensor] | None = None
-        self._begun = 0  # rows from here on have no result yet
+        self._begun = 0  # rows at or after this index have no result yet
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
         """Merge the result of a tile for queries `start` to `stop`. The first result of a row is copied or adopted."""
@@ -67,7 +67,7 @@ class Output:
 
 
 class Gradient:
-    """A sum of tile gradients, rows first, in at least fp32."""
+    """A sum of tile gradients `(rows, B, K, D)`, in at least fp32."""
 
     def __init__(self, like: Tensor, rows: int, home: Home = nullcontext, adopts: bool = True) -> None:
         """Sum `rows` rows of a tensor like `like (B, K, *, D)`. `home`: context for allocating the sum. `adopts`:

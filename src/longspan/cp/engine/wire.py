@@ -1,4 +1,4 @@
-"""Communication dtypes of keys and values: their own, bf16, or fp8 with a shared exponent per 32 elements (MXFP8).
+"""Communication dtypes of keys and values: unchanged, bf16, or fp8 with a shared exponent per 32 elements (MXFP8).
 
 fp8     element = e4m3 value * 2 ** (exponent byte - 127);   a head's row of D elements is D + ceil(D / 32) bytes
 """
@@ -22,11 +22,11 @@ class Wire(Protocol):
     def encode(self, x: Tensor) -> Tensor: ...
 
     def decode(self, x: Tensor, like: Tensor) -> Tensor:
-        """Return rows in the dtype of `like`, with its last dim."""
+        """Return rows with the dtype and the last dim of `like`."""
         ...
 
     def width(self, like: Tensor) -> tuple[int, torch.dtype]:
-        """Return size and dtype of the encoded last dim, for rows like `like`."""
+        """Return (size, dtype) of the encoded last dim, for rows like `like`."""
         ...
 
 
@@ -63,8 +63,8 @@ class Fp8:
         D = x.shape[3]
         blocks = _blocks(x.float())
         fraction, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))
-        # Scale a block's largest element into [1, 1.75] * 2 ** 8, or from (1.75, 2) * 2 ** 8 to half of that. Close to the
-        # largest float saturate at 1.75 * 2 ** 8 instead: half of it, rounded up, would decode to inf.
+        # Scale a block's largest element into [1, 1.75] * 2 ** 8; an element in (1.75, 2) * 2 ** 8 is halved once more.
+        # Close to the largest float, saturate at 1.75 * 2 ** 8 instead: the halved value, rounded up, would decode to inf.
         exponent = exponent - 1 - _E4M3_EXPONENT + (fraction > _E4M3_FRACTION / 2)
         exponent = exponent.clamp(-_BIAS, _BIAS - _E4M3_EXPONENT)
         most = _E4M3_FRACTION * 2**_E4M3_EXPONENT
