@@ -53,12 +53,12 @@ def test_options_of_fit():
         (
             {"fit": {"balance": "area", "buffer": 64}},
             "fit.balance='area', fit.buffer=64 has no effect with packing \"stream\"",
-            'leave it out, or set packing="fit"',
+            'leave the fit options out, or set packing="fit"',
         ),
         (
             {"fit": {}},
             'fit has no effect with packing "stream"',
-            'leave it out, or set packing="fit"',
+            'leave the fit options out, or set packing="fit"',
         ),
         (
             {"packing": "fit", "fit": {"buckets": [8, 64]}},
