@@ -63,7 +63,7 @@ def test_options_of_fit():
         (
             {"packing": "fit", "fit": {"buckets": [8, 64]}},
             "bucket 64 is not below seq_len 64",
-            "leave it out: documents above the last bucket",
+            "leave this bucket out: documents above the last bucket",
         ),
     ],
 )

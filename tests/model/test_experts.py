@@ -428,8 +428,8 @@ def _wrong_part(group, rank):
 
 def test_experts_that_are_not_cut_are_refused():
     text = (
-        "8 experts are not 8 on each of 2 ranks\n\n"
-        "hint: ep must divide num_experts; set group, and keep only this rank's experts in dim 0"
+        "8 experts cannot be 8 on each of 2 ranks\n\n"
+        "hint: choose an ep that divides num_experts, set group, and keep only this rank's experts in dim 0"
     )
     assert run_ranks(2, _wrong_part) == [text] * 2
 

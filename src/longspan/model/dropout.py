@@ -1,5 +1,5 @@
 """Counter-based dropout keyed by a token's global number: the same in recomputation and on any rank.
-No mask is stored between forward and backward: it is generated again.
+No mask is stored between forward and backward: the mask is generated again.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from longspan.model.philox import check_keep, keep
 class TokenDropout(nn.Module):
     """Set elements to 0 with probability `p` and multiply the others by `1 / (1 - p)`, in training mode.
 
-    The mask depends on `seed`, `site`, the token's global number and the feature's index alone (see `philox.keep`).
+    The mask depends only on `seed`, `site`, the token's global number and the feature's index (see `philox.keep`).
     Every dropout module of a model needs a `site` of its own. Raises SpecError: p outside [0, 1).
     """
 
