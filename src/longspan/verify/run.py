@@ -1,4 +1,4 @@
-"""`longspan verify`: run CP=1 once per dtype, then compare every degree, layout and route with it."""
+"""`longspan verify`: run CP=1 once per dtype, then compare every degree, layout and route with CP=1."""
 
 import tempfile
 from collections.abc import Callable
