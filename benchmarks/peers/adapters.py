@@ -200,7 +200,7 @@ def ringmaster(backend: str, rotate: str = "allgather", balance: str = "none") -
         layer = _layer(case)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rm.runtime.set_runtime(runtime)  # one per process, but several peers here need their own
+            rm.runtime.set_runtime(runtime)  # one per process, but several peers here need separate ones
             return function(layer, q, k, v, None, is_causal=True)[0]
 
         return attend

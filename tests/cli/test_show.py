@@ -112,7 +112,8 @@ def test_a_manifest_takes_no_options_of_a_plan(manifest: Path) -> None:
     result = CliRunner().invoke(show, ["--manifest", str(manifest), "--cp", "4", "--layout", "zigzag"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: --cp, --layout does not combine with --manifest: the manifest holds these settings\n\nhint: remove --manifest or the other options\n"
+        "error: --cp, --layout does not combine with --manifest: the manifest holds these settings\n\n"
+        "hint: remove --manifest or the other options\n"
     )
 
 
