@@ -202,7 +202,7 @@ def _activations(config: TrainConfig, seq_len: int) -> list[Activations]:
 
 
 def block_activations(config: TrainConfig, meshes: Meshes, seq_len: int) -> Activations:
-    """Measure the first block of a run alone, on this rank's part of a row. Collective over tp x cp."""
+    """Measure only the first decoder block of a run, on this rank's part of a row. Collective over tp x cp."""
     model = meta_model(config)
     if meshes.topology.tp > 1:
         apply_tensor_parallel(model, meshes.data["tp"], sequence=config.parallel.sp)

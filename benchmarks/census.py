@@ -83,7 +83,7 @@ def census(meshes: Meshes) -> Iterator[Census]:
 
     Elements sent are those of an optimal algorithm, such as a ring, over P ranks. All-gather of n per rank: (P - 1) n.
     Reduce-scatter to n per rank: (P - 1) n. All-reduce of n: 2 n (P - 1) / P. All-to-all: elements for other ranks. Message:
-    its elements. Broadcast and scatter (on the root), gather and reduce (on the others): as messages to each peer.
+    the message's elements. Broadcast and scatter (on the root), gather and reduce (on the other ranks): as messages to each peer.
 
     The census counts operators of c10d and of functional collectives that this thread calls, or the autograd thread that runs
     its backward (torch passes the dispatch mode on). It does not count graphs compiled or captured before, or direct calls of

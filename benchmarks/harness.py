@@ -26,7 +26,7 @@ FOREIGN_LIMIT = 0.03
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU seconds used so far by the whole machine and by this process."""
+    """CPU seconds used so far by all processes of the machine and by this process."""
 
     machine: float
     own: float

@@ -27,7 +27,7 @@ HALF_ROW = [PACK // 2] + [100] * (PACK // 200) + [PACK // 2 % 100]
 EQUAL = [256] * (PACK // 256)
 COLUMNS = (
     "lengths", "P", "token spread", "max/mean pairs, mean of packs", "worst", "zigzag: mean", "rows / zigzag in documents",
-    "rows / zigzag", "short documents whole",
+    "rows / zigzag", "short documents on one rank",
 )  # fmt: skip
 
 
@@ -155,7 +155,7 @@ def zigzag_in_documents(lengths: Sequence[int], ranks: int) -> Layout:
 
 
 def rows_received(layout: Layout, lengths: Sequence[int]) -> int:
-    """Return the KV rows that all ranks receive by `exchange`: per causal document, those before a rank's last token that
+    """Return the KV rows that all ranks receive by `exchange`: per causal document, the rows before a rank's last token that
     the rank does not hold."""
     owner, document, start, stop = _parts(layout, lengths)
     place = owner * len(lengths) + document

@@ -95,7 +95,7 @@ class Nodes:
         """Call `function`, "module:name", with a `Link` and the arguments on both ranks, and return both results.
 
         Each rank is a new process with one thread, in a gloo group over the link. Arguments and results are passed as JSON.
-        If a rank fails, the other is killed. Raises NodesError: a rank failed.
+        If a rank fails, the other rank is killed. Raises NodesError: a rank failed.
         """
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"{rank}.json" for rank in (0, 1)]
@@ -136,7 +136,7 @@ class Link:
         if "tbf" in _call("tc", "qdisc", "show", "dev", self.device):
             _call("tc", "qdisc", "del", "dev", self.device, "root")
         if bits_per_second is not None:
-            # A burst of one millisecond suffices for timers at high rates, and its error is small; below 64 KB the kernel
+            # A burst of one millisecond suffices for timers at high rates, with a small error; below 64 KB the kernel
             # would split segments. The queue holds all bytes that sockets have in flight: no drops, so TCP never backs off.
             burst = max(70_000, int(bits_per_second / 8 * 0.001))
             rate = ("rate", f"{int(bits_per_second)}bit", "burst", str(burst), "limit", str(64 << 20))

@@ -126,7 +126,7 @@ def make_rows(seq_len: int) -> dict[str, tuple[int, ...]]:
 
 
 def measure(row: str, case: Case, peer: str | None, limits: Limits, folder: Path) -> PackedReport:
-    """Measure one row, called on each of the three processes. `peer` None: longspan alone."""
+    """Measure one row, called on each of the three processes. `peer` None: only longspan."""
     roster = _ours() + ([] if peer is None else named(peer))
     trio = Trio(folder)
     try:

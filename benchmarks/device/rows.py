@@ -20,7 +20,7 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the stages. `quick`: small sizes, for tests on a CPU. `folder`: output folder, for files beside the record."""
+    """Options of the stages. `quick`: small sizes, for tests on a CPU. `folder`: output folder, for files next to the record."""
 
     device: str = "cuda"
     quick: bool = False

@@ -57,7 +57,7 @@ def trace_checks(options: Options) -> Iterator[Check]:
 
 
 def in_a_world(function: Callable[..., Any], options: Options) -> Any:
-    """Call `function(options, meshes)` in a world of this rank alone."""
+    """Call `function(options, meshes)` in a world of one rank, this one."""
     meshes = join_world(
         Topology(dp=1, cp=1), timedelta(minutes=2), threads=1 if options.quick else None, device=options.device
     )

@@ -126,7 +126,7 @@ def torch_template(rotate: str) -> Build:
 
 
 class _Template(torch.autograd.Function):
-    """PyTorch's forward and backward templates as one function: its own dispatch has only CUDA operators."""
+    """PyTorch's forward and backward templates as one function: PyTorch's dispatch has only CUDA operators."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -55,7 +55,7 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Ten
 
 
 class Flash(torch.autograd.Function):
-    """Flash attention with flash-attn's causal flag and window, both aligned to the bottom right."""
+    """Flash attention with flash-attn's causal flag and window, flag and window aligned to the bottom right."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right: int, scale: float | None):

@@ -1,4 +1,4 @@
-"""`longspan doctor`: which backends and attention kernels run on this machine, and why the others do not."""
+"""`longspan doctor`: which backends and attention kernels run on this machine, and why the other kernels do not."""
 
 import json
 import os

@@ -393,7 +393,7 @@ def _checked_parents(parents: Sequence[int], count: int) -> IntArray:
     if wrong.any():
         i = int(wrong.argmax())
         raise DataError(
-            f"parent {given[i]} of document {i} is not an earlier document without a parent of its own",
+            f"parent {given[i]} of document {i} is not an earlier document without a parent",
             hint="give the index of such a document, or -1",
         )
     return given

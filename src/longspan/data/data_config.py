@@ -32,7 +32,7 @@ class DataConfig(BaseModel):
     seq_len: Annotated[int, Field(ge=1)]
     """Tokens per row: the global sequence length S of a micro-batch of one row."""
     packing: Literal["stream", "fit"] = "stream"
-    """"stream": documents concatenated and cut at row ends. "fit": whole documents in rows of up to `seq_len` tokens."""
+    """"stream": documents concatenated and cut at row ends. "fit": complete documents in rows of up to `seq_len` tokens."""
     fit: FitConfig | None = None
     """Options of packing "fit"."""
     manifest: Path | None = None

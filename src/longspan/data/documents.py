@@ -1,5 +1,5 @@
 """Read text files, folders, JSON lines, Parquet and Python's own sources as one stream of documents.
-The order is the same on every machine. An unreadable file, line or row is reported by name, never dropped silently.
+The order is the same on every machine. An unreadable file, line or Parquet row is reported by name, never ignored silently.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Fit whole documents into rows, from their lengths alone (`packing.Rows` cuts documents at row ends instead).
+"""Fit complete documents into rows, given only document lengths (`packing.Rows` cuts documents at row ends instead).
 The result is deterministic and does not depend on the dp and cp degrees.
 
     seq_len=10        stream   aaaa bbbbbb | bb ccccccc d | dd eeeeee
@@ -26,7 +26,7 @@ _UNITS = 1 << 13  # units per row in the best-fit search, so that the search cos
 
 
 class FitConfig(BaseModel):
-    """Options of packing whole documents into rows. Raises pydantic.ValidationError (a ValueError), as `DataConfig`."""
+    """Options of packing complete documents into rows. Raises pydantic.ValidationError (a ValueError), as `DataConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -59,7 +59,7 @@ class FitConfig(BaseModel):
 
 @dataclass(frozen=True, eq=False)
 class FittedRows(PieceRows):
-    """Rows of whole documents, made by `fit_rows`.
+    """Rows of complete documents, made by `fit_rows`.
 
     `pieces` int64 (P, 3): (document, start, stop) of each piece, in row order. Row `i` is `pieces[edges[i]:edges[i + 1]]`.
     """
@@ -77,7 +77,7 @@ class FittedRows(PieceRows):
 
     @cached_property
     def area(self) -> IntArray:
-        """Visible pairs of each row under a causal mask, int64 (rows,): the sum of n(n+1)/2 over its documents."""
+        """Visible pairs of each row under a causal mask, int64 (rows,): the sum of n(n+1)/2 over the row's documents."""
         sizes = self.pieces[:, 2] - self.pieces[:, 1]
         return self._sums(sizes * (sizes + 1) // 2)
 

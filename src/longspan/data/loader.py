@@ -1,5 +1,5 @@
 """Loader: an endless stream of batches, resumable at another dp degree.
-Batches depend on the data-parallel rank alone, so that all ranks of a CP, TP or PP group read the same batch.
+Batches depend only on the data-parallel rank: all ranks of a CP, TP or PP group read the same batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class Loader(Iterator[Batch]):
 
     Each epoch shuffles the training documents by (seed, epoch) and packs them. Without `fit`, documents are concatenated and
     cut into rows of `seq_len` tokens (see `packing.Rows`; the last row of an epoch may be shorter). With `fit`, rows hold
-    whole documents (see `fit_rows`). The rows of all epochs form one global stream, which does not depend on the dp degree.
+    complete documents (see `fit_rows`). The rows of all epochs form one global stream, which does not depend on the dp degree.
     One batch on every rank takes the next `dp_size * micro_batch_size` rows, dealt in turn:
 
         dp_size=2, micro_batch_size=2      stream   0 1 2 3 | 4 5 6 7 | ...

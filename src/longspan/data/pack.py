@@ -1,6 +1,6 @@
 """Write the rows of a loader as a manifest, with the work and traffic of every rank: `longspan pack`.
 
-    documents -> rows of the loader -> layout and plans of each row alone -> counts -> manifest
+    documents -> rows of the loader -> layout and plans of each row -> counts -> manifest
 
 Runs without torch. Each row is counted as a separate micro-batch, whatever `micro_batch_size` is.
 """

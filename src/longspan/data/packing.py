@@ -1,5 +1,5 @@
 """Cut a stream of documents into rows of exactly `seq_len` tokens, in order, without loss or padding.
-`pack` works on the tokens; `Rows` computes from document lengths alone which tokens any row holds.
+`pack` works on the tokens; `Rows` needs only document lengths, and computes which tokens a row holds.
 """
 
 from abc import ABC, abstractmethod

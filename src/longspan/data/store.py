@@ -1,6 +1,6 @@
 """TokenStore: a corpus tokenised once into memory-mapped arrays, with documents split into training and held-out.
 The cache is keyed by its inputs (files, tokenizer, options) and published atomically. When several processes open the same
-corpus, one tokenises and the others wait.
+corpus, one process tokenises and the other processes wait.
 """
 
 import fcntl
@@ -114,7 +114,7 @@ def unigram_entropy(store: TokenStore) -> float:
 def split_documents(source_keys: npt.NDArray[np.uint64], fraction: float, seed: int) -> tuple[IntArray, IntArray]:
     """Return document numbers (train, held-out), ascending. The documents nearest to the seed's key by XOR are held out.
 
-    The choice depends on source names and seed alone. `round(fraction * N)` documents are held out, at least 1 and at most
+    The choice depends only on source names and the seed. `round(fraction * N)` documents are held out, at least 1 and at most
     N - 1; none if `fraction` is 0. Raises DataError: a single document with `fraction` above 0.
     """
     num_documents = source_keys.size

@@ -49,7 +49,7 @@ Recompute = Literal["none", "block", "full"]
 SAVED_OPS = ("longspan::attention_forward",)
 _RESIDUAL = ("o_proj", "down_proj")
 
-# Experts are an FSDP2 unit inside a block. Its profiler markers in recomputation differ from those in forward.
+# Experts are an FSDP2 unit inside a decoder block. The unit's profiler markers differ between recomputation and forward.
 SAC_IGNORED_OPS |= {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,

@@ -42,15 +42,15 @@ class Routing:
     """Balance loss sum over this rank's tokens by layer index, detached, in fp32 (fp64 for fp64). Overwritten, not
     accumulated, so that a recomputed layer counts once. Empty if `balance` is 0."""
     slots: Tensor | None = None
-    """int64 (N,): indices of `live` slots in the flattened B * T. Default: each layer computes them, with a device sync."""
+    """int64 (N,): indices of `live` slots in the flattened B * T. Default: computed by each layer, with a device sync."""
 
 
 class MixtureOfExperts(nn.Module):
     """`out_t = sum_i w_ti expert_i(x_t) + shared(x_t)` over the `top_k` most probable experts i of the router.
 
     The router computes `p_t = softmax(gate x_t)` in fp32 (fp64 for fp64); ties go to the expert with the lower index.
-    `w_ti` is `p_ti`, with `normalise` divided by the sum over the chosen experts. A token's experts are summed in the order
-    of their probabilities, whichever rank holds them.
+    `w_ti` is `p_ti`; with `normalise`, `p_ti` / the sum of `p_t` over the chosen experts. A token's expert outputs are summed
+    in the order of their probabilities, whichever rank holds the experts.
 
     The balance loss of a unit u of n_u tokens is that of Switch Transformer (Fedus et al., 2021, arXiv:2101.03961, eq. 4
     to 6) for top_k experts per token; over documents it is the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17
@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
 
         S = sum_u n_u aux_u = sum_t X sum_e f_u(t)e p_te
 
-    The counts in f have no gradient and are summed over `routing.group`. Each rank adds the part of its own tokens, so
+    The counts in f have no gradient and are summed over `routing.group`. Each rank adds the part of this rank's tokens, so
     gradients summed over ranks do not depend on the sharding. In backward S has the gradient `balance * routing.scale`,
     independent of the gradient of the output. `routing.sums[layer]` holds this rank's part of S.
 
@@ -83,9 +83,9 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = shared
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Map x (B, T, E) to (B, T, E). Padding slots give output 0 and gradient 0, whatever their values.
+        """Map x (B, T, E) to (B, T, E). Padding slots give output 0 and gradient 0, whatever their values are.
 
-        Collective over `experts.group` and, with a balance loss, over `routing.group`, also on ranks without a token.
+        Collective over `experts.group` and, with a balance loss, over `routing.group`. Ranks without a token must also call.
         Raises SpecError: `routing` and `x` differ in (B, T).
         """
         if not x.shape[:2] == routing.live.shape == routing.unit.shape:

@@ -154,7 +154,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Read `rope_theta` and `rope_scaling` as transformers 5 (both in `rope_parameters`) or 4 (separate) write them."""
+    """Read `rope_theta` and `rope_scaling`: in `rope_parameters` for transformers 5, two separate entries for 4."""
     new, old = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
     rope = old | new
     thetas = {value for value in (entries.get("rope_theta"), rope.get("rope_theta")) if value is not None}
@@ -225,7 +225,7 @@ def _check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
     if sharded:
         raise SpecError(
             f"weights are sharded or on the meta device: {_first(sharded)}",
-            hint="gather them and pass state_dict: torch.distributed.checkpoint.state_dict.get_model_state_dict "
+            hint="gather the weights and pass state_dict: torch.distributed.checkpoint.state_dict.get_model_state_dict "
             "with StateDictOptions(full_state_dict=True)",
         )
 

@@ -1,4 +1,4 @@
-"""Cross-entropy summed over tokens in chunks, so that the logits of a whole shard never exist at once.
+"""Cross-entropy summed over tokens in chunks, so that the logits of a complete shard never exist at once.
 Also computes the factor that turns local sums into the mean over the global batch."""
 
 import warnings
@@ -105,7 +105,7 @@ class _TokenLossSum(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         num_tokens, num_rows = hidden.shape[0], weight.shape[0]
-        # For this part of the vocabulary: the logsumexp, and the label's logit (0 if another part holds it).
+        # For this part of the vocabulary: the logsumexp, and the label's logit (0 if another part holds the label).
         part = torch.zeros(2, num_tokens, dtype=_wide(hidden), device=hidden.device)
         index, here = _columns(labels, start, num_rows)
         for rows in _chunks(num_tokens, chunk_tokens):

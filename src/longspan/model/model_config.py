@@ -14,7 +14,7 @@ class Llama3RopeScaling(BaseModel):
 
     Wavelengths up to `original_max_positions / high_freq_factor` tokens are kept. Wavelengths from
     `original_max_positions / low_freq_factor` on are multiplied by `factor`. In between, frequencies are interpolated.
-    The table depends on the configuration alone, not on the length of a batch.
+    The table depends only on the configuration, not on the length of a batch.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -40,8 +40,8 @@ class ExpertsConfig(BaseModel):
 
     Each token is routed to the `top_k` most probable of `num_experts` experts; each expert has `intermediate_size`. If
     `shared_intermediate_size` is above 0, a shared expert of that size sees every token. With `normalise`, the weights of
-    a token's experts are divided by their sum; otherwise they are the router's probabilities. `balance` is the coefficient of
-    the auxiliary balance loss (0 for none), computed over the global micro-batch ("batch") or over each document.
+    a token's experts are divided by their sum; else the weights are the router's probabilities. `balance` is the coefficient
+    of the auxiliary balance loss (0 for none), computed over the global micro-batch ("batch") or over each document.
 
     Raises `pydantic.ValidationError`: see `ModelConfig`.
     """

@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Make AdamW over all parameters, with weight decay on matrices only.
 
-    Each device mesh has its own parameter groups, because a foreach kernel cannot mix DTensors of different meshes.
+    Each device mesh has separate parameter groups, because a foreach kernel cannot mix DTensors of different meshes.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[Tensor]] = {}
     for p in (p for p in model.parameters() if p.requires_grad):

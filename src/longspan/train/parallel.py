@@ -57,7 +57,7 @@ def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
         param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
     )
     shards = meshes.weights["replica", "shard"] if meshes.topology.dp_replicate > 1 else meshes.weights["shard"]
-    # Zero-bubble computes weight gradients in a later pass. A unit that reshards would have freed the weights by then.
+    # Zero-bubble computes weight gradients in a later pass. A unit that reshards would have freed the weights before this pass.
     kept = config.parallel.schedule == "zero-bubble"
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=False if kept else None)
     for block in model.blocks:

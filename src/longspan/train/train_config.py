@@ -81,8 +81,8 @@ class ParallelConfig(_Record):
     """Pad each rank's local sequence length, in tokens, to a multiple with padding slots.
     Default: no padding beyond what tp and pp need."""
     wrapper: Literal["fsdp", "ddp"] = "fsdp"
-    """"fsdp": shard parameters, gradients and moments over dp x cp (FSDP2). "ddp": replicate them; for fp32 and fp64,
-    with tp, pp, ep and dp_replicate of 1. Default: "fsdp"."""
+    """"fsdp": shard parameters, gradients and moments over dp x cp (FSDP2). "ddp": replicate all three; requires
+    fp32 or fp64, and tp, pp, ep and dp_replicate of 1. Default: "fsdp"."""
     defer_reduction: bool = True
     """true: reduce gradients over ranks once per step, after the last micro-batch. false: reduce after every
     micro-batch, so that a rank keeps only its shard of the gradients. Default: true."""
