@@ -130,7 +130,10 @@ def test_what_rounds_on_the_wire_is_not_called_equal(folder: Path) -> None:
     with patch("longspan.cli.verify.run_verification", return_value=made):
         result = run(folder / "run.toml", "--quiet")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.splitlines()[-1] == "2 of 2 cases with a communication dtype are within the rounding bounds of cp=1"
+    assert (
+        result.stdout.splitlines()[-1]
+        == "2 of 2 cases with a communication dtype are within the rounding bounds of cp=1"
+    )
     assert "equal" not in result.stdout
 
 
