@@ -1,4 +1,4 @@
-"""Inputs of the two-node benchmarks, and their check against plain SDPA on one rank."""
+"""Inputs of the two-node benchmarks, and the check of results against plain SDPA on one rank."""
 
 from functools import cache
 
@@ -20,7 +20,7 @@ def inputs(seq_len: int, heads: tuple[int, int]) -> list[torch.Tensor]:
 
 @cache
 def right(mask: Mask, heads: tuple[int, int]) -> list[torch.Tensor]:
-    """Return out, dq, dk, dv of the whole sequence by SDPA."""
+    """Return (out, dq, dk, dv) of the unsharded sequence by SDPA."""
     *leaves, dout = inputs(mask.seq_len, heads)
     leaves = [x.detach().requires_grad_() for x in leaves]
     causal = mask == Mask.causal(mask.seq_len)  # avoids an S x S mask
@@ -35,4 +35,4 @@ def check(name: str, ours: list[torch.Tensor], answer: list[torch.Tensor], layou
     for what, mine, whole in zip(("out", "dq", "dk", "dv"), ours, answer, strict=True):
         off = (mine - shard(whole, layout, rank, 2)).abs().max() / whole.abs().max()
         if off > 1e-4:
-            raise AssertionError(f"{name}: {what} of rank {rank} is off by {off:.1e} of its largest value")
+            raise AssertionError(f"{name}: {what} of rank {rank} is off by {off:.1e} of the tensor's largest value")

@@ -2,10 +2,10 @@
 
     python -m benchmarks.attention [--repeats 9] [--only "window float32"] [--route ring] [--json out.json]
 
-    causal    time over SDPA's
-    window    time over the time of its visible pairs at the speed of causal SDPA
-    layer     with projections, "upipe" with 2 of 16 heads per stage: time over the plain layer's, and peak memory beside
-              inputs, weights and output over that of route "ulysses"
+    causal    time / SDPA's time
+    window    time / the time of the window's visible pairs at the speed of causal SDPA
+    layer     with projections, "upipe" with 2 of 16 heads per upipe stage: time / the plain layer's time, and peak memory
+              (without inputs, weights and output) / that of route "ulysses"
 
 Three processes share one world: two ranks of the CP group and one for SDPA. Idle processes sleep in a barrier. Each repeat runs
 SDPA and every route, in rotating order. Results are checked before timing.
@@ -73,7 +73,7 @@ Run = Callable[[], tuple[torch.Tensor, ...]]
 @click.command(help=__doc__)
 @click.option("--repeats", default=9, show_default=True, help="Repeats to keep per case.")
 @click.option("--most", default=25, show_default=True, help="Repeats to try at most.")
-@click.option("--only", default="", help="Measure cases whose name contains all these words.")
+@click.option("--only", default="", help="Measure cases whose names contain all these words.")
 @click.option("--route", "routes", multiple=True, help="Routes; repeatable. Default: all.")
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(repeats: int, most: int, only: str, routes: tuple[str, ...], output: Path | None) -> None:
@@ -177,7 +177,7 @@ def _with_gradients(tensors: Sequence[torch.Tensor], forward: Callable[..., torc
 
 
 def _sdpa(case: Case, exact: bool = False) -> Run:
-    """Return causal SDPA, the baseline also of a window. `exact`: with the window's dense mask, to check results against."""
+    """Return causal SDPA, which is also the baseline of a window. `exact`: with the window's dense mask, to check results."""
     gqa = case.heads != case.kv_heads
     mask = torch.from_numpy(case.mask.dense()) if exact and case.window else None
 
@@ -245,7 +245,7 @@ def _parts(run: Run) -> dict[str, float]:
 
 
 def _peak(run: Run) -> int:
-    """Return the peak bytes of a run beyond its results."""
+    """Return the peak bytes of a call, without the bytes of the call's results."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         results = run()

@@ -1,10 +1,11 @@
-"""Count the traffic of every axis in a step, next to its formula, and the activation memory of a block against one rank.
+"""Count the traffic of every axis in a step, next to its formula, and the activation memory of a decoder block.
 
     python -m benchmarks.axes [--tp 2] [--cp 2] [--dp 1] [--pp 1] [--ep 1] [--seq-len 1024]
 
-Bytes are of the rank that sends most over the axis. Attention, hidden states between stages and rows of experts depend on a
-plan, a schedule and a router, and have no formula here. "keeps": activations saved for backward by a block, without weights.
-"peak": maximum memory of its forward and backward. For the formulas see docs/reference/traffic.md.
+Bytes are those of the rank that sends most over the axis. Attention, hidden states between pipeline stages and rows of experts
+depend on a plan, a schedule and a router, and have no formula here. "keeps": activations that a decoder block saves for
+backward, without weights. "peak": maximum memory of the block's forward and backward. Both are divided by the value on one
+rank. For the formulas see docs/reference/traffic.md.
 """
 
 import gc
@@ -55,7 +56,7 @@ EXPERTS = {"num_experts": 4, "top_k": 2, "intermediate_size": 112}
 @click.option("--cp", default=2, show_default=True)
 @click.option("--dp", default=1, show_default=True)
 @click.option("--pp", default=1, show_default=True)
-@click.option("--ep", default=1, show_default=True, help="Above 1, layers have experts.")
+@click.option("--ep", default=1, show_default=True, help="Expert-parallel degree. If above 1, layers have experts.")
 @click.option("--dp-replicate", default=1, show_default=True)
 @click.option("--sp/--no-sp", default=True, show_default=True)
 @click.option("--route", default="ring", show_default=True)
@@ -92,7 +93,7 @@ def make_config(seq_len: int, gradient_accumulation_steps: int, parallel: dict[s
 
 
 def traffic_of_step(config: TrainConfig, seq_len: int) -> list[dict[str, Any]]:
-    """Return, for each axis and kind, the traffic of one step of the rank that sends most, and the formula's. Collective."""
+    """Return, per axis and kind, one step's traffic of the rank that sends most, and the traffic by formula. Collective."""
     meshes = join_world(topology_of(config), timedelta(minutes=5), threads=1)
     try:
         step = TrainStep(make_stages(config, meshes), meshes, config)
@@ -163,15 +164,15 @@ def expert_shapes(model: ModelConfig, ep: int) -> tuple[Shape, ...]:
 
 @dataclass(frozen=True)
 class Activations:
-    """Memory of a block, in bytes. `saved`: storages saved for backward, without weights and rotary tables. `peak`: maximum in
-    forward and backward, without weights, their gradients and the input."""
+    """Memory of a decoder block, in bytes. `saved`: storages saved for backward, without weights and rotary tables. `peak`:
+    maximum in forward and backward, without weights, weight gradients and the input."""
 
     saved: int
     peak: int
 
 
 def ratios(config: TrainConfig, seq_len: int) -> dict[str, dict[str, float]]:
-    """Return saved and peak bytes of a block on the worst rank over those on one rank, with and without SP. Starts ranks."""
+    """Return saved and peak bytes of a decoder block, worst rank / one rank, with and without SP. Starts ranks."""
     parallel = config.parallel.model_copy(update={"dp": 1, "pp": 1, "dp_replicate": 1})
     config = config.model_copy(update={"parallel": parallel, "gradient_accumulation_steps": 1})
     one = parallel.model_copy(update={"tp": 1, "cp": 1})
@@ -201,7 +202,7 @@ def _activations(config: TrainConfig, seq_len: int) -> list[Activations]:
 
 
 def block_activations(config: TrainConfig, meshes: Meshes, seq_len: int) -> Activations:
-    """Measure the first block of a run alone, on this rank's part of a row. Collective over tp x cp."""
+    """Measure only the first decoder block of a run, on this rank's part of a row. Collective over tp x cp."""
     model = meta_model(config)
     if meshes.topology.tp > 1:
         apply_tensor_parallel(model, meshes.data["tp"], sequence=config.parallel.sp)
@@ -232,7 +233,7 @@ def block_activations(config: TrainConfig, meshes: Meshes, seq_len: int) -> Acti
 
 
 def peak_of(function: Callable[[], Any]) -> int:
-    """Return the peak bytes of `function` above those allocated before."""
+    """Return the peak bytes of `function` minus the bytes allocated before."""
     activities = [torch.profiler.ProfilerActivity.CPU]
     gc.collect()  # garbage freed during the call would lower the peak
     with freed_here(), torch.profiler.profile(activities=activities, profile_memory=True) as profiler:

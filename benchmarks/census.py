@@ -1,4 +1,4 @@
-"""Count what a rank sends over each axis of a run, by FSDP2, DTensor, pipelining and longspan's own hops.
+"""Count what a rank sends over each axis of a run, in FSDP2, DTensor, pipelining and longspan's hops.
 
 with census(meshes) as traffic:
     step(batches, 0)
@@ -39,7 +39,7 @@ class Counts:
 
 
 class Sent(NamedTuple):
-    """One call: its axis, its kind ("all-gather", "send", ...), the issuing module and its counts."""
+    """One call: axis, kind ("all-gather", "send", ...), issuing module and counts."""
 
     axis: str
     kind: str
@@ -78,16 +78,16 @@ def census(meshes: Meshes) -> Iterator[Census]:
 
     An axis is named after the ranks of the group: tp, cp, dp, pp, or the product along which they differ, such as "tp-cp";
     "world" if that product is all ranks. Groups of FSDP2 are named "shard", "replica" and "edp" ("edp" becomes "shard" if the
-    groups are equal), and the group of rows sent to experts "ep", even if another axis has the same ranks. Groups of one rank
-    are left out.
+    groups are equal). The group of rows sent to experts is named "ep", even if another axis has the same ranks. Groups of one
+    rank are left out.
 
     Elements sent are those of an optimal algorithm, such as a ring, over P ranks. All-gather of n per rank: (P - 1) n.
     Reduce-scatter to n per rank: (P - 1) n. All-reduce of n: 2 n (P - 1) / P. All-to-all: elements for other ranks. Message:
-    its elements. Broadcast and scatter (on the root), gather and reduce (on the others): as messages to each peer.
+    the message's elements. Broadcast and scatter (on the root), gather and reduce (on the other ranks): as messages to each peer.
 
-    Counted are operators of c10d and of functional collectives called by this thread, or by the autograd thread that runs its
-    backward (torch passes the dispatch mode on). Not counted are graphs compiled or captured before, and direct calls of NCCL.
-    Raises NotImplementedError: an unknown collective.
+    The census counts operators of c10d and of functional collectives that this thread calls, or the autograd thread that runs
+    its backward (torch passes the dispatch mode on). It does not count graphs compiled or captured before, or direct calls of
+    NCCL. Raises NotImplementedError: an unknown collective.
     """
     traffic = Census()
     with _Census(meshes, traffic):
@@ -178,7 +178,7 @@ def _to_others(place: _Place) -> Any:
 
 
 def _part_of_others(place: _Place) -> Fraction:
-    """Return the share of an all-to-all that goes to other ranks; parts are equal without splits."""
+    """Return the share of an all-to-all that goes to other ranks. Without splits, all parts are equal."""
     splits = place.among("input_split_sizes") if "input_split_sizes" in place.values else []
     sizes = list(splits) or [1] * place.size
     return Fraction(sum(sizes) - sizes[place.rank], sum(sizes) or 1)
@@ -197,7 +197,7 @@ def _once(place: _Place) -> Fraction:
 
 
 _Rule = tuple[str, Callable[[_Place], Any], Callable[[_Place], Fraction]]
-"""Kind of a call, its payload tensors, and the factor of their elements that a rank sends."""
+"""Return (kind of a call, payload tensors, factor: elements sent / elements of the payload)."""
 
 _GATHER: _Rule = ("all-gather", _given, _all_others)
 _SCATTER: _Rule = ("reduce-scatter", _given, _share_of_others)

@@ -21,12 +21,12 @@ from longspan.comm.hops import Flight
 from longspan.comm.traffic import Call
 
 FOREIGN_LIMIT = 0.03
-"""A repeat is kept only if other programs used at most this share of the cores meanwhile."""
+"""A repeat is kept only if other programs used at most this share of the cores during the repeat."""
 
 
 @dataclass(frozen=True)
 class Usage:
-    """CPU seconds used so far by the whole machine and by this process."""
+    """CPU seconds used so far by all processes of the machine and by this process."""
 
     machine: float
     own: float
@@ -34,7 +34,7 @@ class Usage:
     @classmethod
     def now(cls) -> "Usage":
         fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-        busy = sum(fields) - fields[3] - fields[4]  # all but idle and iowait; steal counts as foreign
+        busy = sum(fields) - fields[3] - fields[4]  # all but idle and iowait; steal is counted as use by other programs
         used = resource.getrusage(resource.RUSAGE_SELF)
         return cls(busy / os.sysconf("SC_CLK_TCK"), used.ru_utime + used.ru_stime)
 
@@ -43,7 +43,7 @@ def foreign_share(before: Usage, seconds: float, total: Callable[[torch.Tensor],
     """Return the share of all cores that other programs used since `before`, in `seconds` of wall time. Collective.
 
     `total` sums a tensor in place over all processes of the benchmark. The share is computed from means over processes, so
-    that all get the same value and take the same decision.
+    that all processes get the same value and decide alike.
     """
     after = Usage.now()
     sums = torch.tensor([after.own - before.own, after.machine - before.machine, seconds, 1.0], dtype=torch.float64)

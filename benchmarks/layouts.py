@@ -2,8 +2,8 @@
 
     python -m benchmarks.layouts [--packs 200] [--no-tokens]
 
-Document lengths: files of Python's standard library in SmolLM2 tokens and in bytes; log-normal; one of half the row with many of
-100 tokens; all of 256 tokens. Drawn documents are concatenated and cut at row ends.
+Document lengths: files of Python's standard library in SmolLM2 tokens and in bytes; log-normal; one document of half the row and
+many of 100 tokens; all of 256 tokens. Drawn documents are concatenated and cut at row ends.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ HALF_ROW = [PACK // 2] + [100] * (PACK // 200) + [PACK // 2 % 100]
 EQUAL = [256] * (PACK // 256)
 COLUMNS = (
     "lengths", "P", "token spread", "max/mean pairs, mean of packs", "worst", "zigzag: mean", "rows / zigzag in documents",
-    "rows / zigzag", "short documents whole",
+    "rows / zigzag", "short documents on one rank",
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def main(count: int, tokens: bool) -> None:
 
 
 def byte_lengths() -> list[int]:
-    """Return the lengths of the standard library's files in bytes, plus one end token each."""
+    """Return the lengths of the standard library's files in bytes, plus one end token per file."""
     return [len(document.text.encode()) + 1 for document in read_documents("python:stdlib")]
 
 
@@ -103,9 +103,9 @@ def packs(draw: Draw, count: int, seed: int = 0) -> list[list[int]]:
 class Comparison:
     """Results of `balanced` on some packs.
 
-    `imbalances` are maximum over mean pairs of the ranks, per pack; `zigzag_imbalances` are those of zigzag over the whole row.
-    Rows are received by route `exchange`, summed over packs. `short` counts documents up to a quarter of a shard; `whole` of
-    them are on one rank.
+    `imbalances` are max / mean pairs of the ranks, per pack; `zigzag_imbalances` are those of zigzag over the complete row.
+    `rows` are KV rows received by route `exchange`, summed over packs. `short` counts documents up to a quarter of a shard;
+    `whole` counts the short documents that are on one rank.
     """
 
     spread: int
@@ -130,7 +130,7 @@ class Comparison:
 
 
 def compare(rows: Sequence[Sequence[int]], ranks: int) -> Comparison:
-    """Compare `balanced`, zigzag in every document and zigzag over the whole row, on packs of causal documents."""
+    """Compare `balanced`, zigzag in every document and zigzag over the complete row, on packs of causal documents."""
     spread, imbalances, zigzag_imbalances, received, short, whole = 0, [], [], np.zeros(3, dtype=int), 0, 0
     for lengths in rows:
         mask = Mask.documents(lengths)
@@ -155,7 +155,7 @@ def zigzag_in_documents(lengths: Sequence[int], ranks: int) -> Layout:
 
 
 def rows_received(layout: Layout, lengths: Sequence[int]) -> int:
-    """Return the KV rows that all ranks receive by `exchange`: per causal document, those before a rank's last token that
+    """Return the KV rows that all ranks receive by `exchange`: per causal document, the rows before a rank's last token that
     the rank does not hold."""
     owner, document, start, stop = _parts(layout, lengths)
     place = owner * len(lengths) + document
@@ -172,7 +172,8 @@ def num_owners(layout: Layout, lengths: Sequence[int]) -> np.ndarray:
 
 
 def _parts(layout: Layout, lengths: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Split into runs of one document on one rank: owner, document, start and stop in the document, int64 `(n,)` each."""
+    """Split into contiguous ranges of a document on a rank. Return (owner, document, start, stop), int64 `(n,)`; start and
+    stop count from the document's start."""
     owner, start, _, _ = layout.by_start.T
     edges = np.cumsum([0, *lengths])
     cuts = np.union1d(start, edges)

@@ -3,7 +3,7 @@
     python -m benchmarks.memory [--seq-len 16384]
 
 Memory events cover every allocation, also inside operators. The peak is relative to the start of the step, when parameters,
-gradients and optimizer state are allocated. It includes logits.
+gradients and optimizer state are allocated. The peak includes logits.
 """
 
 from datetime import timedelta
@@ -40,7 +40,7 @@ def main(seq_len: int, cp: int, config: Path, output: Path | None) -> None:
 
 
 def peak_of_step(config: TrainConfig, cp: int, seq_len: int) -> list[int]:
-    """Return the peak bytes of one step above its start, for every rank."""
+    """Return every rank's peak bytes in one step, minus the bytes at the start of the step."""
     meshes = join_world(Topology(dp=1, cp=cp), timedelta(minutes=5))
     try:
         step = TrainStep(make_stages(config, meshes), meshes, config.model_copy(update={"steps": 10}))

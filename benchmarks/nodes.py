@@ -43,11 +43,11 @@ _NAME = re.compile(r"longspan-(\d+)-[01]")
 
 
 class NodesError(click.ClickException):
-    """The two nodes cannot be created, or a rank on them failed."""
+    """The two nodes cannot be created, or a rank on one of the nodes failed."""
 
 
 def unavailable() -> str | None:
-    """Return why this process cannot create two nodes, with a hint, or None if nothing is known to be missing."""
+    """Return why this process cannot create two nodes, with a hint, or None if no obstacle is known."""
     if os.geteuid() != 0:
         return (
             f"two nodes need root to make network namespaces, and this is user {os.geteuid()}\n\nhint: run it as root"
@@ -80,7 +80,7 @@ def two_nodes() -> Iterator["Nodes"]:
 
 
 def namespaces() -> list[str]:
-    """List the existing namespaces of this module, of any process."""
+    """List the existing namespaces that any process made with this module."""
     listed = [line.split()[0] for line in _call("ip", "netns", "list").splitlines() if line]
     return [name for name in listed if _NAME.fullmatch(name)]
 
@@ -95,7 +95,7 @@ class Nodes:
         """Call `function`, "module:name", with a `Link` and the arguments on both ranks, and return both results.
 
         Each rank is a new process with one thread, in a gloo group over the link. Arguments and results are passed as JSON.
-        If a rank fails, the other is killed. Raises NodesError: a rank failed.
+        If a rank fails, the other rank is killed. Raises NodesError: a rank failed.
         """
         with tempfile.TemporaryDirectory() as folder:
             files = [Path(folder) / f"{rank}.json" for rank in (0, 1)]
@@ -136,7 +136,7 @@ class Link:
         if "tbf" in _call("tc", "qdisc", "show", "dev", self.device):
             _call("tc", "qdisc", "del", "dev", self.device, "root")
         if bits_per_second is not None:
-            # A burst of one millisecond suffices for timers at high rates, and its error is small; below 64 KB the kernel
+            # A burst of one millisecond suffices for timers at high rates, with a small error; below 64 KB the kernel
             # would split segments. The queue holds all bytes that sockets have in flight: no drops, so TCP never backs off.
             burst = max(70_000, int(bits_per_second / 8 * 0.001))
             rate = ("rate", f"{int(bits_per_second)}bit", "burst", str(burst), "limit", str(64 << 20))
@@ -155,7 +155,7 @@ def transfer(send: int, receive: int) -> float:
     outgoing, incoming = torch.zeros(send, dtype=torch.uint8), torch.zeros(receive, dtype=torch.uint8)
     dist.barrier()
     began = time.perf_counter()
-    # Receives first: gloo signals the sender in the stream that carries data, where it would queue behind our own data.
+    # Receives first: gloo signals the sender in the stream that carries data, where the signal would queue behind our data.
     operations = [dist.P2POp(dist.irecv, incoming, other), dist.P2POp(dist.isend, outgoing, other)]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
@@ -183,7 +183,7 @@ def serve() -> None:
 
 
 def _wait_for(ranks: list[subprocess.Popen], deadline: float) -> None:
-    """Wait until both ranks have ended, or 2 s after one failed: the other then raises its own error."""
+    """Wait until both ranks have ended, or until 2 s after one rank failed: the other rank then raises its own error."""
     while any(rank.poll() is None for rank in ranks):
         if any(rank.poll() for rank in ranks):
             deadline = min(deadline, time.monotonic() + 2.0)
@@ -205,13 +205,13 @@ def _bring_up(name: str, device: str, address: str) -> None:
     _call("ip", "-n", name, "link", "set", "lo", "up")
     _call("ip", "-n", name, "address", "add", f"{address}/30", "dev", device)
     _call("ip", "-n", name, "link", "set", device, "up")
-    # Reno is in every kernel and fills the link, since nothing is lost; BBR, the default of some machines, pauses to probe.
+    # Reno is in every kernel and fills the link, since no packet is lost; BBR, the default of some machines, pauses to probe.
     route = ("10.77.0.0/30", "dev", device, "src", address, "congctl", "reno")
     _call("ip", "-n", name, "route", "replace", *route)
 
 
 def _remove(names: Any) -> None:
-    """Delete the existing namespaces of `names`, and the link with them."""
+    """Delete the existing namespaces of `names`, and thereby the link."""
     for name in set(names) & set(namespaces()):
         _call("ip", "netns", "del", name)
 

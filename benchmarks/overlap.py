@@ -4,8 +4,8 @@
 
 Needs root, `ip` and `tc` (benchmarks/nodes.py), and two idle cores. The link rate is set so that one KV hop, the bytes that
 the busier rank sends in forward, takes 0.6 of the compute time of one of forward's two steps. A plain transfer of the same
-bytes checks that. Repeats time both links in alternating order. Also reported: the time without overlap, when ranks wait for
-the bytes first and compute then. fp32, zigzag, causal. Outputs and gradients are checked first.
+bytes checks the rate. Repeats time both links in alternating order. Also reported: the time without overlap, when ranks first
+wait for the bytes and then compute. fp32, zigzag, causal. Outputs and gradients are checked first.
 """
 
 import statistics
@@ -26,12 +26,12 @@ from longspan import Layout, Mask, attention, plan_attention, record, shard
 from longspan.names import ROUTES
 
 HOP_SHARE = 0.6
-"""Time of the hop over the compute time of a step."""
+"""Time of the hop / compute time of a step."""
 SHARE_ERROR = 0.05
 """No verdict is given if the measured share differs from `HOP_SHARE` by more than this, relatively."""
 STEPS = 2
 LIMITS = {"forward": 1.08, "forward + backward": 1.15}
-"""Maximum of time on the slow link over time on the unlimited link."""
+"""Maximum of time on the slow link / time on the unlimited link."""
 HEADS = (8, 8)
 
 
@@ -61,7 +61,9 @@ def main(
             seen = nodes.run("benchmarks.overlap:measure", **arguments)[0]
             if not seen["kept"]:
                 busy = f"other programs used more than {foreign:.0%} of the cores in each of {most} repeats"
-                raise NodesError(f"{route}: {busy}\n\nhint: stop them, or set --foreign 1 to keep such repeats")
+                raise NodesError(
+                    f"{route}: {busy}\n\nhint: stop these programs, or set --foreign 1 to keep such repeats"
+                )
             results.append(summarise(**seen))
             click.echo(_table(results[-1]))
     save(output, results)
@@ -154,7 +156,7 @@ def _phase(kept: list[dict[str, Turn]], until: int, limit: float, as_set: bool) 
 
 
 def _runner(plan: Any, rank: int) -> Callable[[], tuple[list[torch.Tensor], list[float], list[Any]]]:
-    """Return a forward and backward call that returns out and gradients, the seconds of each phase, and recorded calls."""
+    """Return a call of forward and backward, which returns (out and gradients, seconds of each phase, recorded calls)."""
     *own, dout = (shard(x, plan.layout, rank, 2) for x in inputs(plan.seq_len, HEADS))
 
     def run() -> tuple[list[torch.Tensor], list[float], list[Any]]:
@@ -188,7 +190,7 @@ def _turn(run: Callable, sizes: list[list[int]]) -> Turn:
 
 
 def _calibrate(link: Link, run: Callable, sizes: list[list[int]]) -> float:
-    """Search the rate, in bits per second, at which forward's bytes take `HOP_SHARE` of a step's compute time."""
+    """Return the rate, in bits per second, at which forward's bytes take `HOP_SHARE` of a step's compute time."""
     wanted = HOP_SHARE * statistics.median(_turn(run, sizes).tiles for _ in range(3))
     rate = 8 * max(sizes[0]) / wanted
     for _ in range(4):
@@ -216,7 +218,7 @@ def _table(result: dict[str, Any]) -> str:
             f"  {name}: slow / unlimited {row['ratio']}, at most {row['limit']}: {verdict}",
             f"    hop first, then compute: {row['ratio_without_overlap']}",
             f"    seconds: unlimited {row['free_seconds']}, slow {row['slow_seconds']}",
-            f"    of them waiting: unlimited {row['free_waiting']}, slow {row['slow_waiting']}",
+            f"    of these waiting: unlimited {row['free_waiting']}, slow {row['slow_waiting']}",
         ]
     return "\n".join(lines)
 

@@ -3,8 +3,9 @@
     python -m benchmarks.packed [--seq-len 32768] [--repeats 5] [--only many] [--no-peers] [--json out.json]
 
 Document lengths are sizes in bytes of the standard library's files, packed by `longspan.data.fit_rows`, which cuts documents
-longer than a row. Three full rows of two or more documents are measured: with the fewest, the median and the most documents,
-each with the median of visible pairs among rows of that number. Free room of a row, at most 1%, becomes one more document.
+longer than a row. Three full rows of two or more documents are measured: with the fewest, the median and the most documents.
+Among rows with an equal number of documents, the row with the median of visible pairs is taken. Free room of a row, at most
+1%, becomes one more document.
 
 Contenders are longspan's routes on the balanced layout and on zigzag, and the peers of `benchmarks.peers` in its environment.
 Outputs and gradients of each are checked against the single process first; a wrong contender is reported but not timed. Each
@@ -41,8 +42,8 @@ COLUMNS = ("", "layout", "time / SDPA by document", "dropped", "pairs max/mean",
 
 @dataclass(frozen=True)
 class PlanCounts:
-    """Counts of a plan. `imbalance` is the maximum over the mean of the ranks' visible pairs. `rows_received` is the maximum
-    of KV rows that a rank receives in forward (by "ulysses": of its share of the heads)."""
+    """Counts of a plan. `imbalance` is the max / mean of the ranks' visible pairs. `rows_received` is the maximum of KV
+    rows that a rank receives in forward (route "ulysses": rows of the rank's share of the heads)."""
 
     imbalance: float
     rows_received: int
@@ -50,10 +51,10 @@ class PlanCounts:
 
 @dataclass(frozen=True)
 class PackedReport:
-    """The results of one row. `pairs` are visible pairs, `share` their share of a causal row's; `report` has times over SDPA's.
+    """The results of one row. `pairs` are visible pairs, `share` is pairs / a causal row's pairs; `report` has times / SDPA's.
 
     `fastest` names the fastest contender of "balanced", "zigzag" and "peer" (empty if none was timed). `against` is the time of
-    the fastest "balanced" over that of "zigzag" and of "peer".
+    the fastest "balanced" / that of the fastest "zigzag", and / that of the fastest "peer".
     """
 
     row: str
@@ -79,7 +80,7 @@ class PackedReport:
     show_default=True,
     help="Drop pairs in which other programs used a larger share of the cores.",
 )
-@click.option("--only", default="", help='Measure rows whose name ("few", "middle", "many") contains this.')
+@click.option("--only", default="", help='Measure rows whose name ("few", "middle", "many") contains this word.')
 @click.option("--peers/--no-peers", default=True, show_default=True)
 @click.option(
     "--peer",
@@ -108,7 +109,7 @@ def main(
 
 
 def make_rows(seq_len: int) -> dict[str, tuple[int, ...]]:
-    """Return the document lengths of the three rows by name."""
+    """Return the document lengths of the three rows, by the row's name."""
     documents = [len(document.text.encode()) for document in read_documents("python:stdlib")]
     rows = [[piece.stop - piece.start for piece in row] for row in fit_rows(np.array(documents), seq_len)]
     rows = [row for row in rows if len(row) > 1 and sum(row) >= 0.99 * seq_len]
@@ -125,7 +126,7 @@ def make_rows(seq_len: int) -> dict[str, tuple[int, ...]]:
 
 
 def measure(row: str, case: Case, peer: str | None, limits: Limits, folder: Path) -> PackedReport:
-    """Measure one row, called on each of the three processes. `peer` None: longspan alone."""
+    """Measure one row, called on each of the three processes. `peer` None: only longspan."""
     roster = _ours() + ([] if peer is None else named(peer))
     trio = Trio(folder)
     try:
@@ -167,7 +168,7 @@ def _counts(case: Case) -> dict[str, PlanCounts]:
 
 
 def _imbalance(plan: Plan) -> float:
-    """Return max over mean area of the ranks. `plan.area` of routes that exchange heads is scaled by the share of heads."""
+    """Return max / mean area of the ranks. `plan.area` of routes that exchange heads is scaled by the share of heads."""
     areas = [plan.area(rank) for rank in range(RANKS)]
     return max(areas) * RANKS / sum(areas)
 

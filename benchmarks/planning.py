@@ -46,7 +46,7 @@ def main(repeats: int) -> None:
 
 
 def planning_seconds(lengths: list[int], ranks: int, repeats: int) -> float:
-    """Return the minimum CPU seconds over `repeats` of making mask, balanced layout and the first rank's `exchange` plan."""
+    """Return the minimum CPU seconds of `repeats` plannings: mask, balanced layout and the first rank's `exchange` plan."""
     return min(_process_time(lengths, ranks) for _ in range(repeats))
 
 

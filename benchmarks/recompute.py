@@ -2,8 +2,8 @@
 
     python -m benchmarks.recompute [--seq-len 8192] [--repeats 5]
 
-Peak is the memory of one training step above its start, by profiler memory events, on the worst rank. Seconds per step are
-medians of interleaved repeats. Hops are the messages sent by attention on rank 0.
+Peak is the maximum memory of one training step minus the memory at its start, by profiler memory events, on the worst rank.
+Seconds per step are medians of interleaved repeats. Hops are the messages sent by attention on rank 0.
 """
 
 import time
@@ -51,7 +51,7 @@ def main(seq_len: int, repeats: int, config: Path, output: Path | None) -> None:
 
 
 def measure(config: TrainConfig, cp: int, seq_len: int, repeats: int) -> list[dict[str, object]]:
-    """Measure each kind of recomputation, and return one row for each. Collective over `cp` ranks."""
+    """Measure each kind of recomputation, and return one table row per kind. Collective over `cp` ranks."""
     meshes = join_world(Topology(dp=1, cp=cp), timedelta(minutes=10), threads=2 // cp)
     try:
         generator = torch.Generator().manual_seed(0)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.tiles [--documents 1000] [--tokens 64]
 
-The CPU kernel takes documents of equal lengths in one call, others in one call each; on CUDA one varlen call takes all.
-Figures are CPU seconds of one thread per document, the minimum of the repeats.
+On a CPU, one kernel call takes all documents of equal length; documents of different lengths take one call each. On CUDA, one
+varlen call takes all documents. Figures are CPU seconds of one thread per document, the minimum of the repeats.
 """
 
 import random
@@ -24,7 +24,9 @@ HEADS, DIM = 4, 32
 
 @click.command(help=__doc__)
 @click.option("--documents", default=1000, show_default=True)
-@click.option("--tokens", default=64, show_default=True, help="Mean length; lengths differ by up to an eighth.")
+@click.option(
+    "--tokens", default=64, show_default=True, help="Mean length of a document; lengths differ by up to an eighth."
+)
 @click.option("--repeats", default=7, show_default=True)
 @click.option("--json", "output", type=click.Path(path_type=Path))
 def main(documents: int, tokens: int, repeats: int, output: Path | None) -> None:

@@ -3,7 +3,7 @@
     python -m benchmarks.wire [--routes ring,exchange] [--json out.json]
 
 Needs root, `ip` and `tc` (benchmarks/nodes.py). Measures every route, layout and mask at P=2, forward and backward, per
-direction of the link. `payload` is the counted bytes without packet headers; it includes overhead of gloo and longspan. It must
+direction of the link. `payload` is the counted bytes without packet headers, including overhead of gloo and longspan. It must
 be at least the plan's bytes and at most 3% more. fp32. Out and gradients are checked against plain SDPA first.
 """
 
@@ -27,7 +27,7 @@ from longspan.plan import Phase, Plan
 HEADS = (4, 2)
 EXCESS = 1.03
 SLACK = 4096
-"""Bytes allowed per phase in addition to `EXCESS`: for the barriers around it, and gloo's header of each message."""
+"""Bytes allowed per phase in addition to `EXCESS`: for the barriers around the phase, and gloo's header of each message."""
 PHASES: tuple[Phase, ...] = ("forward", "backward")
 LAYOUTS = tuple(name for name in names.LAYOUTS if name != names.BALANCED)
 MASKS: dict[str, Callable[[int], Mask]] = {
@@ -37,7 +37,7 @@ MASKS: dict[str, Callable[[int], Mask]] = {
     "full": Mask.full,
 }
 NO_ROUTES = ("auto", "upipe")
-"""Names that are no route of `attention`: "auto" selects one, "upipe" needs a module that owns the projections."""
+"""Route names that `attention` does not run: "auto" selects a route, "upipe" needs a module with the projections."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ def measure(link: Link, cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
 
 
 def _settled(link: Link) -> tuple[int, int]:
-    """Read the counters after everything sent has arrived, late acknowledgements included, and before anything else leaves."""
+    """Read the counters after all bytes sent and late acknowledgements have arrived, and before any other bytes are sent."""
     dist.barrier()
     time.sleep(0.05)
     sent = link.sent()
@@ -144,7 +144,7 @@ def _product(routes: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _possible(cases: Sequence[Case]) -> tuple[list[Case], list[tuple[Case, str]]]:
-    """Split cases into those that can be planned and those refused, with the reason."""
+    """Split cases into (cases that can be planned, refused cases with the reason)."""
     possible, refused = [], []
     for case in cases:
         try:
@@ -167,7 +167,7 @@ def _line(*ways: Crossing) -> str:
 
 
 def _part(count: int, planned: int) -> str:
-    """Format `count` over the plan's bytes, or as bytes beyond them for small plans, where `SLACK` is the limit."""
+    """Format `count` / the plan's bytes. For small plans, where `SLACK` is the limit, format the difference in bytes."""
     return f"{count / planned:.4f}" if planned > SLACK / (EXCESS - 1) else f"+{count - planned} B"
 
 

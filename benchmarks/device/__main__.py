@@ -8,8 +8,8 @@
 4  compiled code, CUDA graphs, the profiler's trace of a step
 
 Prints one line per check to stdout, progress to stderr. `device.json` and `device.html` in the output folder keep earlier rows
-that are not checked again. A result may have twice the error of plain PyTorch in the same dtype; no figure is given for a
-result with more. Exit status 1 if a check fails, a check was not reached in time, or none holds.
+that are not checked again. The error of a result may be twice that of plain PyTorch in the same dtype; no figure is given for
+a result above this limit. The exit status is 1 if a check fails, a check was not reached in time, or no check holds.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Stage 2, attention: the public call on one rank against plain SDPA, by length."""
+"""Stage 2, attention: `longspan.attention` on one rank against plain SDPA, by sequence length."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +17,7 @@ SLOW = ("flex", "reference")
 
 
 def cases(options: Options) -> Iterator[Case]:
-    """Yield causal cases by length, and packed documents, with the heads of Llama 3 8B; one at a time, to save memory."""
+    """Yield causal cases by length, and packed documents, with the heads of Llama 3 8B. Yields lazily, to save memory."""
     device, many = torch.device(options.device), (4096, 1, 12287, 2000, 14384)
     shape: tuple[tuple[int, int], int, str, torch.device] = ((32, 8), 128, "bfloat16", device)
     rows: list[tuple[int, ...]] = [(4096,), (16384,), many, (65536,), (131072,)]
@@ -30,7 +30,7 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def checks(options: Options) -> Iterator[Check]:
-    """Yield a check of each case with each kernel; "absent" for kernels that refuse it."""
+    """Yield a check of each case with each kernel; "absent" for kernels that refuse the case."""
     names = options.kernels or [name for name in KERNELS if name not in SLOW]
     for case in cases(options):
         q, k, v = (x[:, :, :1] for x in case.inputs[:3])
@@ -44,7 +44,7 @@ def checks(options: Options) -> Iterator[Check]:
 
 
 def one_rank(case: Case, kernel: str = "auto") -> Attend:
-    """Return longspan's attention over the whole sequence on one rank."""
+    """Return longspan's attention over the unsharded sequence on one rank."""
     plan = plan_attention(Layout.zigzag(case.seq_len, 1), case.mask)
     return partial(attention, plan=plan, kernel=kernel)
 

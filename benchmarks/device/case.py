@@ -1,7 +1,8 @@
-"""Attention of a whole sequence: inputs, the fp64 result at sampled rows, and plain SDPA.
+"""Attention of an unsharded sequence: inputs, the fp64 result at sampled rows, and plain SDPA.
 
-At 131,072 tokens the full fp64 result is too expensive. So the output's gradient is 0 except at sampled rows, one per equal
-part of the sequence and the last row. Computed in fp64 are out and dq at these rows, and dk and dv, which depend on them alone.
+At 131,072 tokens the full fp64 result is too expensive. So the output's gradient is 0 except at sampled query rows: one per
+equal part of the sequence, and the last row. In fp64, out and dq are computed at these rows, and dk and dv depend only on
+these rows.
 Timing uses a gradient at all rows.
 """
 
@@ -69,11 +70,11 @@ class Case:
         return given
 
     def error(self, attend: Attend) -> float:
-        """Return the error of `attend` over its limit."""
+        """Return the error / limit of `attend`."""
         return self.error_of(both(attend, [*self.inputs[:3], self.dout])())
 
     def error_of(self, whole: Sequence[Tensor]) -> float:
-        """Return the error over its limit of out, dq, dk, dv computed from q, k, v and `dout`."""
+        """Return the error / limit of out, dq, dk, dv computed from q, k, v and `dout`."""
         return of_limit(self._drawn(whole), self._plain, self._right)
 
     def _drawn(self, whole: Sequence[Tensor]) -> list[Tensor]:
@@ -98,7 +99,7 @@ class Case:
 
     @cached_property
     def _right(self) -> list[Tensor]:
-        """Results of plain math in fp64 on the device, one KV head at a time."""
+        """Results by plain math in fp64 on the device, one KV head at a time."""
         seen = self._seen().to(self.device)
         drawn = (self.inputs[0][:, :, self.rows], self.inputs[3][:, :, self.rows])
         group = self.heads[0] // self.heads[1]

@@ -1,4 +1,4 @@
-"""Measure time and memory of a call: by CUDA events on a GPU, by the harness's rules on a CPU."""
+"""Measure time and memory of a call: by CUDA events on a GPU, by `benchmarks.harness` on a CPU."""
 
 import statistics
 import time
@@ -44,7 +44,7 @@ def times(runs: Mapping[str, Run], device: torch.device, quick: bool = False) ->
 
 
 def peak_mib(run: Run, device: torch.device) -> float:
-    """Return the peak memory of a call above that allocated before, in MiB."""
+    """Return the peak memory of a call minus the memory allocated before, in MiB."""
     if device.type != "cuda":
         activities = [torch.profiler.ProfilerActivity.CPU]
         with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:

@@ -23,7 +23,7 @@ def checks(options: Options) -> Iterator[Check]:
     block = _Compiled(case, backend)
     yield Check(f"compiled by {backend} {case}", block.error, partial(block.measure, options.quick))
     if case.device.type != "cuda":
-        yield Check.absent(f"CUDA graph {case}", "there are CUDA graphs on a GPU alone")
+        yield Check.absent(f"CUDA graph {case}", "CUDA graphs need a GPU")
     else:
         graph = _Graph(case)
         yield Check(f"CUDA graph {case}", graph.error, graph.measure)

@@ -6,16 +6,16 @@ import torch
 
 Tensor = torch.Tensor
 NOISE = 4 * torch.finfo(torch.float32).eps
-"""Allowed in addition, relative to the tensor: rounding errors of the plain computation may cancel by chance."""
+"""Allowed in addition to the limit, relative to the tensor: the plain result's rounding errors may cancel by chance."""
 
 
 def of_limit(got: Sequence[Tensor], plain: Sequence[Tensor], right: Sequence[Tensor], floor: float = 1e-2) -> float:
-    """Return the largest error of `got` over its limit, given `right` in fp64 and `plain` PyTorch's in the same dtype.
+    """Return the largest error / limit of `got`, given `right` in fp64 and `plain` PyTorch's result in the same dtype.
 
-    Compared are the maximum and the root mean square of each tensor's error, relative to those of `right`. The limit of the
-    maximum is at least that of half a unit in the last place, which one element's rounding may cost. `floor`: lower bound of
-    the sizes that errors are divided by, for inputs of size 1. A gradient that should be 0, as of a single key, holds
-    rounding errors only.
+    The maximum and the root mean square of each tensor's error are compared, relative to those of `right`. The limit of the
+    maximum is at least half a unit in the last place, which one element's rounding may cost. `floor`: lower bound of the
+    sizes that errors are divided by, for inputs of size 1: a gradient that should be 0, as with a single key, holds only
+    rounding errors.
     """
     worst = 0.0
     for ours, theirs, want in zip(got, plain, right, strict=True):

@@ -12,12 +12,12 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def attention_flops(pairs: int, num_heads: int, head_dim: int) -> int:
-    """Return the FLOPs of forward and backward, with recomputation of scores, as usual for kernels."""
+    """Return the FLOPs of forward and backward, including the recomputation of scores, as is usual for kernels."""
     return (FORWARD + BACKWARD) * pairs * num_heads * head_dim
 
 
 def speed(flops: int, milliseconds: float, device: torch.device, dtype: torch.dtype) -> Figures:
-    """Return the TFLOP/s of a call, and its share of the device's peak where that is known."""
+    """Return the TFLOP/s of a call, and TFLOP/s / the device's peak if the peak is known."""
     found: Figures = {"tflops": flops / milliseconds / 1e9}
     if device.type == "cuda" and (peak := peak_flops(torch.cuda.get_device_name(device), _NAMES[dtype])) is not None:
         found["of_peak"] = 1e3 * flops / milliseconds / peak

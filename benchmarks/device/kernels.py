@@ -66,7 +66,7 @@ def _of_kernel(name: str, dtype: torch.dtype, device: torch.device) -> Iterator[
 def _error(
     name: str, bands: Sequence[Band], dtype: torch.dtype, device: torch.device, change: ScoreChange | None = None
 ) -> float:
-    """Return the error over its limit of out, lse, dq, dk, dv that a kernel computes on the device."""
+    """Return the error / limit of out, lse, dq, dk, dv that a kernel computes on the device."""
     mask = Mask.bands(max(max(band[1], band[3]) for band in bands), bands)
     tiles = [Tile(*band) for band in mask.array.tolist()]
     first, rows, keys = min(t.q0 for t in tiles), max(t.q1 for t in tiles), max(t.k1 for t in tiles)
@@ -81,7 +81,7 @@ def _error(
 
 
 def _by_kernel(name: str, tiles: list[Tile], x: list[Tensor], change: ScoreChange | None) -> list[Tensor]:
-    """Return out, lse and dq of all rows, and dk, dv summed over the tiles."""
+    """Return (out, lse, dq) of all query rows, and (dk, dv) summed over the tiles."""
     kernel, (dout, q, k, v) = KERNELS[name], x
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = torch.zeros_like(q, dtype=wide), q.new_full(q.shape[:3], -math.inf, dtype=wide)
@@ -114,8 +114,8 @@ def _at(change: ScoreChange | None, launch: Launch, device: torch.device) -> Sco
 
 
 def _plainly(seen: Tensor, first: int, x: list[Tensor], change: ScoreChange | None) -> list[Tensor]:
-    """The same from row `first` on by SDPA in the same type, KV heads repeated; changed scores, which it does not take, and the
-    lse, which it does not give, by plain math."""
+    """Return the same from query row `first` on, by SDPA in the same dtype with repeated KV heads. Plain math gives the lse,
+    and the result for changed scores, which SDPA does not support."""
     dout, q, k, v = x[0][:, :, first:], x[1][:, :, first:], *x[2:]
     rows, keys = torch.arange(first, first + q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
     group = HEADS // KV_HEADS

@@ -15,7 +15,7 @@ Point = tuple[float, float]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 300, 56, 150, 16, 40
 WORDS = {"holds": "holds", "fails": "FAILS", "absent": "not here", "late": "NOT REACHED"}
 PLACE = ("seq_len", "documents", "kernel")
-"""Figures that place a point in the chart; the row's name contains them too."""
+"""Figures that place a point in the chart; the row's name also contains these figures."""
 UNITS = {"mib": "MiB", "tflops": "TFLOP/s", "sdpa": "SDPA"}
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #1f2933; background: #fff }

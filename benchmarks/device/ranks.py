@@ -46,7 +46,7 @@ def checks(options: Options) -> Iterator[Check]:
 
 
 def world(device: str) -> tuple[int, str]:
-    """Return the number of ranks and their transport."""
+    """Return (number of ranks, transport of the ranks)."""
     if device == "cuda" and torch.cuda.device_count() >= 2:
         return min(torch.cuda.device_count(), MOST), "nccl"
     return 2, "gloo" if device == "cpu" else "memory"
@@ -84,7 +84,7 @@ def place(rank: int, device: str, nccl: bool) -> torch.device:
 
 
 def _case(options: Options, device: torch.device, ranks: int) -> Case:
-    """Return three documents. With four or more ranks, rows pass through ranks that do not need them."""
+    """Return three documents. With four or more ranks, KV rows pass through ranks that do not need these rows."""
     parts = (3, 4, 1) if ranks == 2 else (2, 4, 2)
     if options.quick or options.device == "cpu":
         eighth, shape = 64 if options.quick else 1024, ((8, 2), 64, "float32", device)
@@ -94,7 +94,7 @@ def _case(options: Options, device: torch.device, ranks: int) -> Case:
 
 
 def _route(group: RankGroup, rank: int, device: torch.device, route: str, options: Options) -> tuple[float, Figures]:
-    """Return this rank's error over its limit, and figures."""
+    """Return (this rank's error / limit, figures)."""
     _, size = rank_and_size(group)
     case = _case(options, device, size)
     cp = ContextParallel(group, layout="zigzag", route=route, heads=case.heads)
@@ -127,13 +127,13 @@ def _route(group: RankGroup, rank: int, device: torch.device, route: str, option
 
 
 def _everyone(value: float, group: RankGroup) -> list[float]:
-    """Gather a value of each rank. Also a barrier."""
+    """Gather a value from each rank. Also acts as a barrier."""
     found: list[float] = stack(torch.tensor(value, dtype=torch.float64), group).tolist()
     return found
 
 
 def _milliseconds(run: Callable[[], Any], group: RankGroup, device: torch.device) -> float:
-    """Return the median milliseconds of the slowest rank, with ranks starting together."""
+    """Return the median milliseconds of the slowest rank. All ranks start together."""
     found = []
     for _ in range(5):
         settle(device)

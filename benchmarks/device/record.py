@@ -1,4 +1,4 @@
-"""The record of a machine: its environment and each stage's rows, in one JSON file."""
+"""The record of a machine: the environment and each stage's rows, in one JSON file."""
 
 import json
 import platform

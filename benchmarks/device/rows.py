@@ -1,4 +1,4 @@
-"""Run the checks of a stage and return rows. Only a row whose check holds has figures; every check gives a row."""
+"""Run the checks of a stage and return rows. Every check gives a row; only the row of a check that holds has figures."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -20,7 +20,7 @@ class NotHereError(Exception):
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the stages. `quick`: small sizes, for tests on a CPU. `folder`: output folder, for files beside the record."""
+    """Options of the stages. `quick`: small sizes, for tests on a CPU. `folder`: output folder, for files next to the record."""
 
     device: str = "cuda"
     quick: bool = False
@@ -35,7 +35,7 @@ class Options:
 @dataclass(frozen=True)
 class Row:
     """The result of one check. `status` "absent": not possible on this machine; "late": not started before the soft limit.
-    `error` is relative to its limit."""
+    `error` is the error / limit."""
 
     stage: int
     name: str
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """A check. `compare` returns the error over its limit, or raises. `measure` runs only if that is at most 1."""
+    """A check. `compare` returns the error / limit, or raises. `measure` runs only if error / limit is at most 1."""
 
     name: str
     compare: Callable[[], float]
@@ -112,7 +112,7 @@ def _is_long(value: Any) -> bool:
 
 
 def _is_absence(problem: Exception) -> bool:
-    """Whether the machine cannot run the check. Out of memory counts as such, not as a wrong result."""
+    """Whether the machine cannot run the check. Out of memory is such a case, and not a wrong result."""
     return isinstance(problem, NotHereError | torch.OutOfMemoryError)
 
 

@@ -22,7 +22,7 @@ from benchmarks.device.rows import HARD_SECONDS, Check, Options, Row, run_stage
 
 STAGES = {
     1: ("kernels against fp64", ("kernels",)),
-    2: ("attention and a training step on one rank, beside plain SDPA", ("step", "attention")),
+    2: ("attention and a training step on one rank, compared with plain SDPA", ("step", "attention")),
     3: ("several ranks", ("ranks",)),
     4: ("compiled code, CUDA graphs, a trace", ("compiled",)),
 }
@@ -38,7 +38,7 @@ def rows_of(stage: int, options: Options, seconds: float = HARD_SECONDS) -> Iter
 
         def end() -> None:
             late.set()
-            os.killpg(process.pid, signal.SIGKILL)  # with the ranks it started
+            os.killpg(process.pid, signal.SIGKILL)  # and the ranks that the process started
 
         timer = threading.Timer(seconds, end)
         timer.start()

@@ -1,6 +1,6 @@
-"""Time a training step on one rank against the same decoder with plain SDPA, without groups and FSDP; and trace it.
+"""Time and trace a training step on one rank, against the same decoder with plain SDPA, without groups and FSDP.
 
-The world of one rank is created as by `longspan train`, in a new process. Gradients of a row of `CHECKED` documents are compared
+A new process creates the world of one rank as `longspan train` does. Gradients of a row of `CHECKED` documents are compared
 with those of the decoder in fp64. Timing uses the same code with a longer row.
 """
 
@@ -57,7 +57,7 @@ def trace_checks(options: Options) -> Iterator[Check]:
 
 
 def in_a_world(function: Callable[..., Any], options: Options) -> Any:
-    """Call `function(options, meshes)` in a world of this rank alone."""
+    """Call `function(options, meshes)` in a world of one rank, this one."""
     meshes = join_world(
         Topology(dp=1, cp=1), timedelta(minutes=2), threads=1 if options.quick else None, device=options.device
     )
@@ -131,7 +131,7 @@ def _title(options: Options) -> str:
 
 
 def _compare(options: Options, meshes: Meshes) -> tuple[float, Figures]:
-    """Return the error over its limit and, if it is at most 1, the figures."""
+    """Return (error / limit, figures); no figures if error / limit is above 1."""
     config = step_config(options)
     ours, device = _train_step(config, meshes)
     plain = PlainStep(config, device, TORCH_DTYPES[config.dtype])

@@ -1,1 +1,1 @@
-"""longspan beside its peers: `python -m benchmarks.peers`."""
+"""longspan compared with its peers: `python -m benchmarks.peers`."""

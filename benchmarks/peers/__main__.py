@@ -36,14 +36,16 @@ def run() -> None:
         help="Drop pairs in which other programs used a larger share of the cores.",
     )
     @click.option("--dtype", default="float32", show_default=True, type=click.Choice(["float32", "bfloat16"]))
-    @click.option("--only", default="", help="Measure inputs whose name contains this.")
+    @click.option("--only", default="", help="Measure inputs whose name contains this word.")
     @click.option(
         "--peer",
         default="",
-        help="Measure peers whose name contains one of these, separated by commas, and longspan's routes.",
+        help="Measure longspan's routes, and peers whose name contains one of these words, separated by commas.",
     )
     @click.option("--json", "record", type=file)
-    @click.option("--markdown", type=file, help="Write the tables to this file, between its marks if it has them.")
+    @click.option(
+        "--markdown", type=file, help="Write the tables to this file; if the file has marks, between the marks."
+    )
     @click.option("--plot", type=file)
     def main(
         seq_len: int, window: int, repeats: int, most: int, foreign: float, dtype: str, only: str, peer: str,

@@ -126,7 +126,7 @@ def torch_template(rotate: str) -> Build:
 
 
 class _Template(torch.autograd.Function):
-    """PyTorch's forward and backward templates as one function: its own dispatch has only CUDA operators."""
+    """PyTorch's forward and backward templates as one function: PyTorch's dispatch has only CUDA operators."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -200,7 +200,7 @@ def ringmaster(backend: str, rotate: str = "allgather", balance: str = "none") -
         layer = _layer(case)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rm.runtime.set_runtime(runtime)  # one per process, but several peers here need their own
+            rm.runtime.set_runtime(runtime)  # one per process, but several peers here need separate ones
             return function(layer, q, k, v, None, is_causal=True)[0]
 
         return attend

@@ -31,7 +31,7 @@ def enter_environment(module: str) -> None:
         "PYTHONPATH": os.pathsep.join(paths),
         "DS_ACCELERATOR": "cpu",
         "KINETO_LOG_LEVEL": "99",  # silences the profiler
-        # DeepSpeed compiles an operator at initialisation: keep it in the environment, not in the user's home.
+        # DeepSpeed compiles an operator at initialisation: keep the binary in the environment, not in the user's home.
         "TORCH_EXTENSIONS_DIR": str(ENVIRONMENT / "extensions"),
     }
     os.execve(python, [str(python), "-m", module, *sys.argv[1:]], environment)

@@ -25,7 +25,7 @@ ROWS = 128
 
 
 def local_attention(case: Case) -> Local:
-    """Return attention of whole sequences over any number of heads, the fastest with the CPU flash operator."""
+    """Return attention of unsharded sequences over any number of heads, as fast as the CPU flash operator allows."""
     match case.kind:
         case "causal":
             return _causal
@@ -55,7 +55,7 @@ def _documents(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Ten
 
 
 class Flash(torch.autograd.Function):
-    """Flash attention with flash-attn's causal flag and window, both aligned to the bottom right."""
+    """Flash attention with flash-attn's causal flag and window, flag and window aligned to the bottom right."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right: int, scale: float | None):
@@ -107,7 +107,7 @@ def flash_backward(
 def _blocks(
     num_q: int, num_k: int, causal: bool, left: int, right: int, dtype: torch.dtype
 ) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Yield runs of query rows, their visible keys, and the additive mask, without rows that see no key."""
+    """Yield (contiguous range of query rows, visible keys, additive mask), without rows that see no key."""
     left = num_q + num_k if left < 0 else left
     right = 0 if causal else num_q + num_k if right < 0 else right
     offset = num_k - num_q
@@ -129,7 +129,7 @@ def _additive_mask(rows: int, keys: int, ahead: int, left: int, right: int, dtyp
 def flash_attn_stand_in() -> Iterator[None]:
     """Let `import flash_attn` find a stand-in over the CPU operator inside the block. Its tensors are `(B, S, H, D)`.
 
-    It has only the functions that yunchang calls. It is removed after the block, so that no other package uses it.
+    The stand-in has only the functions that yunchang calls, and is removed after the block, so that no other package uses it.
     """
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     for module in (package, interface):

@@ -23,12 +23,12 @@ Tensor = torch.Tensor
 Run = Callable[[], tuple[Tensor, ...]]
 TENSORS = ("out", "dq", "dk", "dv")
 TOLERANCE = 1e-3
-"""Allowed difference from fp32 SDPA over the tensor's maximum, on any rank; in bfloat16, plus twice SDPA's own error."""
+"""Allowed difference from fp32 SDPA / the tensor's maximum, on any rank; in bfloat16, plus twice SDPA's own error."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of pairs to keep and to try. A contender that takes more than `slow` times SDPA is timed only `few` times."""
+    """Numbers of pairs to keep and to try. A contender that takes more than `slow` times SDPA's time is timed `few` times."""
 
     repeats: int
     most: int
@@ -98,7 +98,7 @@ def _measure(case: Case, limits: Limits, only: str, trio: Trio) -> Report:
 
 
 def sdpa_run(case: Case, inputs: list[Tensor]) -> Run:
-    """Return forward and backward of SDPA over the whole row in one process."""
+    """Return forward and backward of SDPA over the unsharded row in one process."""
     return forward_backward(inputs, kernels.plain_attention(case))
 
 
@@ -124,7 +124,7 @@ def compare(
 
 
 def fastest(results: list[Result]) -> str:
-    """Return the name of the result with the lowest time over SDPA; empty if none was timed."""
+    """Return the name of the result with the lowest time / SDPA's; empty if no contender was timed."""
     timed = [(result.ratio.median, result.name) for result in results if result.ratio and result.ratio.repeats]
     return min(timed)[1] if timed else ""
 
@@ -207,7 +207,7 @@ def _from_axes(x: Tensor, axes: str) -> Tensor:
 
 
 def _errors(result: tuple[Tensor, ...], right: tuple[Tensor, ...], layout: Layout, rank: int) -> dict[str, float]:
-    """Return the maximum difference from SDPA's result over the tensor's maximum; NaN becomes infinite."""
+    """Return the maximum difference from SDPA's result / the tensor's maximum; NaN becomes infinite."""
     errors = {}
     for name, ours, whole in zip(TENSORS, result, right, strict=True):
         expected = shard(whole, layout, rank, 2)
@@ -224,7 +224,7 @@ def _peak(run: Run) -> int:
 
 
 def _sent(run: Run) -> int:
-    """Return the bytes sent by this rank's sockets. The barriers ensure that all of them have arrived."""
+    """Return the bytes sent by this rank's sockets. The barriers ensure that all bytes have arrived."""
     dist.barrier()
     before = tcp_bytes_sent()
     run()
@@ -274,7 +274,7 @@ def _enough(pairs: list[tuple[float, float]], limits: Limits) -> int:
 
 
 def duel(name: str, rival: str, runs: dict[str, Run | None], limits: Limits, trio: Trio) -> Spread:
-    """Return the time of `name` over the rival's, from direct pairs: two ratios over SDPA would add SDPA's spread twice."""
+    """Return the time of `name` / the rival's, from direct pairs: two ratios to SDPA would add SDPA's spread twice."""
     _say(trio, f"{name} against {rival}")
     ratios: list[float] = []
     for turn in range(limits.most):

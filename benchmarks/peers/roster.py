@@ -49,7 +49,7 @@ def named(words: str) -> list[Peer]:
 
 
 def _our_layout(route: str, case: Case) -> str:
-    """Return the best layout: "ulysses" needs no balance, since it computes whole sequences of a share of the heads."""
+    """Return the best layout. "ulysses" needs no balancing: each rank computes complete sequences of a share of the heads."""
     if route == "ulysses":
         return "contiguous"
     if case.kind == "causal":

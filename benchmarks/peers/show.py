@@ -14,7 +14,7 @@ from longspan.report.palette import rank_colors
 COLUMNS = ("", "layout", "time / SDPA (quartiles)", "/ fastest peer", "pairs", "error", "peak MiB", "MiB sent")
 MARKS = ("<!-- begin: python -m benchmarks.peers -->", "<!-- end -->")
 _CUT = 2.0
-"""Maximum of the figure's bars, so that bars near 1 are distinguishable; every bar is labelled with its value."""
+"""Maximum height of the figure's bars, so that bars near 1 are distinguishable. Labels show the values."""
 _INK = "#1f2933"
 
 
@@ -53,7 +53,7 @@ def as_markdown(reports: list[Report]) -> str:
 
 
 def write_markdown(text: str, path: Path) -> None:
-    """Replace the text between the two marks, or the whole file if it has no marks."""
+    """Replace the text between the two marks, or the complete file if it has no marks."""
     page = path.read_text() if path.exists() else ""
     if MARKS[0] in page and MARKS[1] in page:
         before, after = page.split(MARKS[0])[0], page.split(MARKS[1])[-1]
@@ -62,7 +62,7 @@ def write_markdown(text: str, path: Path) -> None:
 
 
 def draw(reports: list[Report], path: Path) -> None:
-    """Draw a panel for each input, with a bar for each contender's time over SDPA, and whiskers over its quartiles."""
+    """Draw a panel for each input, with a bar for each contender's time / SDPA's, and whiskers from quartile to quartile."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,6 +1,6 @@
 """Three processes: two ranks whose default group has size two, and one for SDPA, which sleeps while the ranks are measured.
 
-Some peers use the default group instead of the group they are given. So the default group holds the two ranks only, and all
+Some peers use the default group instead of the group passed to them. So the default group holds the two ranks only, and all
 three processes share a group that is not registered with torch.distributed.
 """
 
@@ -57,8 +57,8 @@ class Trio:
     def pair(self, sides: tuple[Callable | None, Callable | None], flipped: bool) -> tuple[tuple[float, float], float]:
         """Time two functions one after the other, the second first if `flipped`.
 
-        Returns the seconds of both, of the slowest process, and the share of the cores that other programs used. A side is None
-        in a process that does not take part in it.
+        Returns both functions' seconds in the slowest process, and the share of the cores that other programs used. Pass None
+        for a function in which this process does not take part.
         """
         before, began = Usage.now(), time.perf_counter()
         seconds = torch.zeros(2, dtype=torch.float64)

@@ -83,11 +83,11 @@ def test_suffixes(text: str, tokens: int) -> None:
         ((), "error: no sequence length is given\n\nhint: set --seq-len 8k, or --documents\n"),
         (
             ("--seq-len", "8q"),
-            "error: --seq-len '8q' is not a count of tokens\n\nhint: write it as 8192, 8k or 1M (k = 1,024)\n",
+            "error: --seq-len '8q' is not a number of tokens\n\nhint: write it as 8192, 8k or 1M (k = 1,024)\n",
         ),
         (
             ("--documents", "5,-3"),
-            "error: --documents '-3' is not a count of tokens\n\nhint: write it as 8192, 8k or 1M (k = 1,024)\n",
+            "error: --documents '-3' is not a number of tokens\n\nhint: write it as 8192, 8k or 1M (k = 1,024)\n",
         ),
         (
             ("--seq-len", "8k", "--documents", "5000,3000,193"),
@@ -335,12 +335,12 @@ def test_a_world_and_a_sequence() -> None:
         ),
         (
             ("--world", "16", "--heads", "8/8", "--mask", "full"),
-            "error: --mask, --heads mean nothing without --seq-len\n\n"
+            "error: --mask, --heads have no effect without --seq-len\n\n"
             "hint: set --seq-len 8k, or --documents, to plan a sequence over cp; or leave --mask, --heads out\n",
         ),
         (
             ("--seq-len", "8k", "--cp", "2", "--pp", "2"),
-            "error: --pp means nothing without --world\n\n"
+            "error: --pp has no effect without --world\n\n"
             "hint: set --world to the ranks of the run; or leave --pp out\n",
         ),
     ],

@@ -112,7 +112,8 @@ def test_a_manifest_takes_no_options_of_a_plan(manifest: Path) -> None:
     result = CliRunner().invoke(show, ["--manifest", str(manifest), "--cp", "4", "--layout", "zigzag"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == (
-        "error: --cp, --layout does not combine with --manifest, which holds its own settings\n\nhint: remove one of them\n"
+        "error: --cp, --layout does not combine with --manifest: the manifest holds these settings\n\n"
+        "hint: remove --manifest or the other options\n"
     )
 
 
@@ -153,7 +154,7 @@ def test_friendly_lists_each_value_that_is_not_valid() -> None:
         "  steps: Input should be greater than 0 (got -1)\n"
         "  name: Input should be a valid string (got 5)\n"
         "\n"
-        "hint: correct the configuration file, or use --set name=value\n"
+        "hint: correct the configuration file, or use --set section.key=value\n"
     )
 
 

@@ -71,7 +71,7 @@ def setting(*overrides: str) -> Callable[[Path, Path], list[object]]:
 
 
 NOT_VALID = "error: TrainConfig: 1 invalid value\n  "
-CORRECT = "correct the configuration file, or use --set name=value"
+CORRECT = "correct the configuration file, or use --set section.key=value"
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def test_table_and_exit_code_of_a_failure(folder: Path) -> None:
     assert result.stdout.count("in bounds") == result.stdout.count("bf16 (fp8)") == 1
     assert result.stdout.count("DIFFERS: other inputs") == 1
     assert result.stdout.splitlines()[-1] == (
-        "1 of 3 cases equal cp=1, 1 of 1 cases with a communication dtype are within its bounds of cp=1"
+        "1 of 3 cases equal cp=1, 1 of 1 cases with a communication dtype are within the rounding bounds of cp=1"
     )
 
 
@@ -130,7 +130,10 @@ def test_what_rounds_on_the_wire_is_not_called_equal(folder: Path) -> None:
     with patch("longspan.cli.verify.run_verification", return_value=made):
         result = run(folder / "run.toml", "--quiet")
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout.splitlines()[-1] == "2 of 2 cases with a communication dtype are within its bounds of cp=1"
+    assert (
+        result.stdout.splitlines()[-1]
+        == "2 of 2 cases with a communication dtype are within the rounding bounds of cp=1"
+    )
     assert "equal" not in result.stdout
 
 

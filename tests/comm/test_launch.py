@@ -206,6 +206,6 @@ def test_an_interrupt_ends_all_ranks_and_is_one_line(tmp_path: Path) -> None:
     _, told = process.communicate(timeout=30)
     assert process.returncode == 130
     assert told.endswith(
-        "error: interrupted; all ranks were stopped\n\nhint: set resume=true to go on from the newest checkpoint\n"
+        "error: interrupted; all ranks were stopped\n\nhint: set resume=true to continue from the newest checkpoint\n"
     )
     assert "Traceback" not in told

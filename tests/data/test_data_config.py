@@ -53,17 +53,17 @@ def test_options_of_fit():
         (
             {"fit": {"balance": "area", "buffer": 64}},
             "fit.balance='area', fit.buffer=64 has no effect with packing \"stream\"",
-            'leave it out, or set packing="fit"',
+            'leave the fit options out, or set packing="fit"',
         ),
         (
             {"fit": {}},
             'fit has no effect with packing "stream"',
-            'leave it out, or set packing="fit"',
+            'leave the fit options out, or set packing="fit"',
         ),
         (
             {"packing": "fit", "fit": {"buckets": [8, 64]}},
             "bucket 64 is not below seq_len 64",
-            "leave it out: documents above the last bucket",
+            "leave this bucket out: documents above the last bucket",
         ),
     ],
 )

@@ -178,7 +178,7 @@ def test_a_cache_that_cannot_be_written_is_named(corpus, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match="cannot write the token cache") as caught:
         open_store(with_(corpus, cache_dir=tmp_path / "file"))
-    assert caught.value.hint == "set cache_dir"
+    assert caught.value.hint == "set cache_dir to a writable folder"
 
 
 def test_large_vocabularies_are_stored_in_four_bytes(corpus, monkeypatch):

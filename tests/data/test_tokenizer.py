@@ -80,7 +80,7 @@ def test_eos_given_comes_first_and_is_part_of_the_fingerprint(folder):
 def test_errors_name_what_is_missing(folder, tmp_path):
     with pytest.raises(DataError, match="defines no end-of-document token: eos_token is in neither") as caught:
         HuggingFaceTokenizer(folder)
-    assert caught.value.hint == "add one of these files, or pass eos"
+    assert caught.value.hint == "set one of these keys, or pass eos"
     with pytest.raises(DataError, match="token '<eos>' is not among the 4 tokens"):
         HuggingFaceTokenizer(folder, eos="<eos>")
     with pytest.raises(DataError, match="token 4 is not among the 4 tokens"):

@@ -428,8 +428,8 @@ def _wrong_part(group, rank):
 
 def test_experts_that_are_not_cut_are_refused():
     text = (
-        "8 experts are not 8 on each of 2 ranks\n\n"
-        "hint: ep must divide num_experts; set group, and keep only this rank's experts in dim 0"
+        "8 experts cannot be 8 on each of 2 ranks\n\n"
+        "hint: choose an ep that divides num_experts, set group, and keep only this rank's experts in dim 0"
     )
     assert run_ranks(2, _wrong_part) == [text] * 2
 
@@ -437,7 +437,7 @@ def test_experts_that_are_not_cut_are_refused():
 def test_refusals():
     with pytest.raises(SpecError, match=r"layer 2 needs config\.experts, which is None[\s\S]*set experts"):
         MixtureOfExperts(make_config(), 2)
-    with pytest.raises(SpecError, match=r"shared_intermediate_size is 10, but shared is NoneType[\s\S]*of that size"):
+    with pytest.raises(SpecError, match=r"shared_intermediate_size is 10, but shared is NoneType[\s\S]*of shared_intermediate_size"):
         MixtureOfExperts(moe_config(), 0)
     with pytest.raises(SpecError, match=r"shared_intermediate_size is 0, but shared is SharedExpert"):
         MixtureOfExperts(moe_config(shared=0), 0, SharedExpert(SHARED))

@@ -128,7 +128,7 @@ def test_a_whole_state_dict_is_saved_for_a_model_whose_own_is_not_there(tmp_path
         save_pretrained(shell, tmp_path)
     save_pretrained(shell, tmp_path, state_dict=whole)
     assert all(torch.equal(whole[name], tensor) for name, tensor in load_pretrained(tmp_path).state_dict().items())
-    with pytest.raises(SpecError, match=r"does not match the model: norm.weight"):
+    with pytest.raises(SpecError, match=r"does not match the model: norm.weight has shape \(3,\), not \(32,\)"):
         save_pretrained(shell, tmp_path / "b", state_dict=whole | {"norm.weight": torch.ones(3)})
 
 
@@ -170,11 +170,14 @@ def test_unsupported_configs_are_refused_by_name(tmp_path, changes, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"1 tensors are missing: model.layers.1.mlp.up_proj"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}), r"unexpected: .*q_proj.bias"),
+        (lambda t: t.pop("model.layers.1.mlp.up_proj.weight"), r"missing tensors, 1: model.layers.1.mlp.up_proj"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}),
+            r"unexpected tensors, 1: .*q_proj.bias",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(31)}),
-            r"another shape: model.norm.weight \(31,\) for \(32,\)",
+            r"wrongly shaped tensors, 1: model.norm.weight has shape \(31,\), not \(32,\)",
         ),
     ],
 )

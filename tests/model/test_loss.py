@@ -240,8 +240,8 @@ def _refused(group, rank, start, label):
     ("start", "label", "words"),
     [
         (3, 6, "label 6 is outside [0, 6)"),
-        (4, 0, "3 rows from row 4 on exceed a head of 6 rows\n\nhint: set start to"),
-        (-1, 0, "3 rows from row -1 on exceed a head of 6"),
+        (4, 0, "3 rows that start at row 4 exceed a head of 6 rows\n\nhint: set start to"),
+        (-1, 0, "3 rows that start at row -1 exceed a head of 6"),
     ],
 )
 def test_a_part_refuses_what_the_whole_head_has_not(start, label, words):

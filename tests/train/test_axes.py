@@ -283,7 +283,7 @@ def test_a_world_that_the_degrees_do_not_make(monkeypatch: pytest.MonkeyPatch) -
 def test_dropout_needs_the_numbers_of_tokens() -> None:
     (text,) = run_ranks(1, train_without_numbers, axes_config())
     assert text == (
-        "dropout=0.25 needs Batch.numbers, which a batch lacks\n\n"
+        "dropout=0.25 needs Batch.numbers, but a batch has numbers=None\n\n"
         "hint: take batches from a Loader, or set Batch.numbers to each token's number in the run"
     )
 

@@ -357,7 +357,7 @@ def test_export_does_not_write_over_the_weights_of_another_run(folder: Path) -> 
         prepare(config)
     assert str(error.value) == (
         f"{config.run_dir}/model exists: export would overwrite the weights of another run\n\n"
-        "hint: choose another run_dir, remove that folder, or set export=false"
+        "hint: choose another run_dir, remove this folder, or set export=false"
     )
 
 

@@ -232,7 +232,7 @@ def test_what_is_told_of_pairs_and_of_time() -> None:
     ((_, time),) = told(BalanceWatch(1.25, ("zigzag",)), [SLOW] * STAY)
     assert time == (
         "for 10 consecutive steps a rank exceeded 1.25 x the mean time in attention: 1.33 x on average, "
-        "most often rank 0\nhint: pairs are even: check the device and load of that rank; or raise imbalance_limit"
+        "most often rank 0\nhint: pairs are balanced: check the device and load of that rank; or raise imbalance_limit"
     )
 
 

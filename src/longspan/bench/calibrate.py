@@ -1,8 +1,8 @@
-"""Measure the cost of work and traffic on the ranks at hand: the constants with which `route="auto"` compares routes.
+"""Measure the costs of compute and communication on the available ranks, by which `route="auto"` compares routes.
 
-message       a hop to the next rank and one from the previous rank, of 1 KiB and of some MiB
-all-to-all    the same among all ranks
-tile          forward of a full tile of several sizes, and of one row, which measures the overhead of a call
+message       send to the next rank and receive from the previous rank: 1 KiB, and several MiB
+all-to-all    all-to-all of the same sizes among all ranks
+tile          forward of full tiles of several sizes, and of a tile of one query, which measures the overhead of a call
 """
 
 import os
@@ -34,7 +34,7 @@ _HEADS = 4
 
 
 def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16, device: str = "auto") -> Costs | None:
-    """Measure in the current world under torchrun, else on `ranks` new processes. Return the costs on rank 0, else None.
+    """Measure in the current world under torchrun, else on `ranks` new processes. Return the costs on rank 0, None on others.
 
     Raises `SpecError`: more ranks on this machine than devices.
     """
@@ -45,7 +45,7 @@ def calibrate(ranks: int, head_dim: int, dtype: torch.dtype, mebibytes: int = 16
 
 
 def measure(group: dist.ProcessGroup, head_dim: int, dtype: torch.dtype, num_bytes: int) -> Costs:
-    """Return the costs in `group`, those of the slowest rank, on every rank. Collective. Raises `SpecError`: one rank."""
+    """Return, on every rank, the costs of the slowest rank of `group`. Collective. Raises `SpecError`: a group of one rank."""
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), _device_of(group)
     if ranks == 1:
         raise SpecError("a group of 1 rank has no traffic to measure", hint="start at least 2 ranks")
@@ -100,7 +100,7 @@ def _measure_and_leave(head_dim: int, dtype: torch.dtype, mebibytes: int, device
 def _line(
     group: dist.ProcessGroup, exchange: Callable[[int], Callable[[], None]], num_bytes: int
 ) -> tuple[float, float]:
-    """Return latency and bandwidth of `exchange(size)`, from a small and a large size."""
+    """Return (latency, bandwidth) of `exchange(size)`, from a small and a large size."""
     device = _device_of(group)
     small, large = (_slowest(group, _seconds(exchange(size), group, device)) for size in (_SMALL, num_bytes))
     return small, (num_bytes - _SMALL) / max(large - small, 1e-9)
@@ -126,7 +126,7 @@ def _tile_seconds(rows: int, head_dim: int, dtype: torch.dtype, device: torch.de
 
 
 def _seconds(run: Callable[[], object], group: dist.ProcessGroup | None, device: torch.device) -> float:
-    """Return the minimum of a few runs after a warm-up."""
+    """Return the minimum seconds of a few calls after a warm-up."""
     best = float("inf")
     run()
     for _ in range(_REPEATS):

@@ -1,4 +1,4 @@
-"""`longspan doctor`: which backends and attention kernels run on this machine, and why the others do not."""
+"""`longspan doctor`: which backends and attention kernels run on this machine, and why the other kernels do not."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def doctor(as_json: bool) -> None:
 
 
 def attention() -> dict[str, str]:
-    """Kernel that "auto" takes at head dim 128 on each device and dtype, and why faster kernels are refused."""
+    """Return the kernel that "auto" takes at head dim 128 on each device and dtype, and why faster kernels are refused."""
     found = {}
     for name, device in _devices().items():
         for dtype in _DTYPES:
@@ -62,7 +62,7 @@ def attention() -> dict[str, str]:
 
 
 def _described(text: str) -> str:
-    """Add the implementation behind `sdpa` on CUDA: FlashAttention-2, unless the program activated another."""
+    """Add the implementation behind `sdpa` on CUDA: FlashAttention-2, unless the program activated another one."""
     active = current_flash_attention_impl() or "FlashAttention-2"
     return text.replace("sdpa", f"sdpa ({active})")
 
@@ -77,7 +77,7 @@ def _devices() -> dict[str, torch.device]:
 
 
 def kernels() -> dict[str, str]:
-    """Run one small tile forward and backward on each kernel, device and dtype; "runs", or the reason of a failure."""
+    """Run a small tile forward and backward on each kernel, device and dtype. Return "runs" or why the kernel failed."""
     found = {}
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for dtype in _DTYPES:

@@ -53,14 +53,14 @@ def friendly(function: Callable[P, R]) -> Callable[P, R]:
             raise Failure(*_describe(error)) from error
         except KeyboardInterrupt as error:
             raise Interruption(
-                "interrupted; all ranks were stopped", "set resume=true to go on from the newest checkpoint"
+                "interrupted; all ranks were stopped", "set resume=true to continue from the newest checkpoint"
             ) from error
 
     return wrapped
 
 
 def _describe(error: ValidationError) -> tuple[str, str]:
-    """Return a message that lists every invalid value with its key and reason, and the hints of our own checks."""
+    """Return a message that lists every invalid value with its key and reason, and the hints of longspan's checks."""
     lines = [f"{error.title}: {error.error_count()} invalid value{'s' * (error.error_count() != 1)}"]
     hints = []
     for problem in error.errors(include_url=False):
@@ -76,4 +76,4 @@ def _describe(error: ValidationError) -> tuple[str, str]:
         else:
             reason = f"{problem['msg']} (got {problem['input']!r})"
         lines.append(f"  {place}: {reason}" if place else f"  {reason}")
-    return "\n".join(lines), "; ".join(hints) or "correct the configuration file, or use --set name=value"
+    return "\n".join(lines), "; ".join(hints) or "correct the configuration file, or use --set section.key=value"

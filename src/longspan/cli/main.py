@@ -9,7 +9,7 @@ import click
 
 _COMMANDS = {
     "train": "Train a decoder with each sequence sharded over a CP group.",
-    "pack": "Pack documents into rows and write them as a manifest.",
+    "pack": "Pack documents into rows and write the rows as a manifest.",
     "verify": "Check that training at CP=N equals plain attention at CP=1.",
     "bench": "Measure the costs of compute and communication here.",
     "plan": "Count the tokens, pairs and bytes of each rank.",

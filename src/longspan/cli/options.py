@@ -27,7 +27,7 @@ def check_folder(output: Path) -> None:
     if not output.parent.is_dir():
         raise SpecError(
             f"{output} cannot be written: folder {output.parent} does not exist",
-            hint="create it, or choose another path",
+            hint="create this folder, or choose another path",
         )
 
 

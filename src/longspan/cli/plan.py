@@ -51,17 +51,19 @@ _OPTIONS = (
         "--documents", metavar="LENGTHS", help="Lengths of packed documents: 5000,3000,192. Their sum is --seq-len."
     ),
     click.option(
-        "--prefix", metavar="TOKENS", help="Prefix-LM: the first TOKENS see each other; later tokens are causal."
+        "--prefix", metavar="TOKENS", help="Prefix-LM: the first TOKENS attend to each other; later tokens are causal."
     ),
     click.option(
-        "--heads", metavar="Q/KV", help="Query heads / KV heads on one rank: 32/8. Default: bytes of one KV head."
+        "--heads",
+        metavar="Q/KV",
+        help="Query heads / KV heads on one rank: 32/8. Default: count the bytes of one KV head.",
     ),
     click.option("--head-dim", type=int, default=128, show_default=True, help="Head dimension."),
     click.option(
         "--dtype", type=click.Choice(list(DTYPES)), default="bf16", show_default=True, help="Dtype of keys and values."
     ),
     click.option(
-        "--slots", metavar="TOKENS", help="Fixed local sequence length of every rank, padded with padding slots."
+        "--slots", metavar="TOKENS", help="Local sequence length of every rank, filled up with padding slots."
     ),
     click.option(
         "--route",
@@ -69,7 +71,9 @@ _OPTIONS = (
         show_default=True,
         help=f"How keys and values reach queries: {', '.join((*ROUTES, AUTO))}.",
     ),
-    click.option("--inner", type=int, metavar="RANKS", help="Inner degree of a route of two levels. Default: chosen."),
+    click.option(
+        "--inner", type=int, metavar="RANKS", help="Inner degree of a two-level route. Default: chosen by the planner."
+    ),
     click.option(
         "--comm-dtype",
         type=click.Choice(list(COMM_DTYPES)),
@@ -82,7 +86,7 @@ _OPTIONS = (
         "--ranks-per-node",
         type=_POSITIVE,
         metavar="RANKS",
-        help="Ranks per node. A chosen inner degree exchanges heads within a node.",
+        help="Ranks per node. A chosen inner degree keeps the exchange of heads within a node.",
     ),
     click.option(
         "--costs",
@@ -151,7 +155,7 @@ def plan_of(
     ranks_per_node: int | None,
     costs: Path | None,
 ) -> tuple[Plan, PlanReport]:
-    """Make a plan from command-line options, and its report. Raises `SpecError` naming an option that does not fit."""
+    """Return (plan, report) of the command-line options. Raises `SpecError` that names an option that does not fit."""
     if cp is None:
         raise SpecError("no context-parallel degree is given", hint="set --cp 8")
     lengths = None if documents is None else _lengths(documents)
@@ -194,7 +198,9 @@ def plan(config: Path | None, overrides: tuple[str, ...], as_json: bool, world: 
         _show_run(config, overrides, as_json)
         return
     if overrides:
-        raise SpecError("--set means nothing without CONFIG", hint="give the TOML file whose values to override")
+        raise SpecError(
+            "--set has no effect without CONFIG", hint="give the TOML file CONFIG whose values --set overrides"
+        )
     axes = {name: options.pop(name) for name in _TOPOLOGY_NAMES}
     planned = world is None or options["seq_len"] is not None or options["documents"] is not None
     if world is None:
@@ -231,7 +237,7 @@ def _show_run(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
 
 def _topology_of(world: int, axes: dict[str, Any], options: dict[str, Any]) -> TopologyReport:
-    """Report of the topology. Sets `ranks_per_node` in `options` to the ranks of a CP group on a node, None if unused."""
+    """Return the report of the topology. Sets `ranks_per_node` in `options` to the ranks of a CP group on a node, or None."""
     domain, ranks_per_node = axes.pop("domain"), options["ranks_per_node"]
     options["cp"] = 1 if options["cp"] is None else options["cp"]
     try:
@@ -252,21 +258,21 @@ def _to_json(topology: TopologyReport | None, report: PlanReport | None) -> str:
 
 
 def _refuse_given(names: Sequence[str], where: str, hint: str) -> None:
-    """Raise `SpecError` for options on the command line that mean nothing `where`, such as "without --world"."""
+    """Raise `SpecError` for options on the command line that have no effect `where`, such as "without --world"."""
     context = click.get_current_context()
     given = [name for name in names if context.get_parameter_source(name) == ParameterSource.COMMANDLINE]
     if given:
         words = ", ".join(option.opts[0] for option in context.command.params if option.name in given)
-        mean = "means" if len(given) == 1 else "mean"
-        raise SpecError(f"{words} {mean} nothing {where}", hint=f"{hint}; or leave {words} out")
+        have = "has" if len(given) == 1 else "have"
+        raise SpecError(f"{words} {have} no effect {where}", hint=f"{hint}; or leave {words} out")
 
 
 def parse_tokens(text: str, option: str) -> int:
-    """`8192`, `8k`, `128K` or `1M`, in powers of two, as a count of tokens."""
+    """Parse a number of tokens, such as `8192`, `8k`, `128K` or `1M` (k = 1,024)."""
     size = _SUFFIXES.get(text[-1:].lower(), 1)
     digits = text.strip() if size == 1 else text[:-1].strip()
     if not (digits.isascii() and digits.isdigit()):
-        raise SpecError(f"--{option} {text!r} is not a count of tokens", hint="write it as 8192, 8k or 1M (k = 1,024)")
+        raise SpecError(f"--{option} {text!r} is not a number of tokens", hint="write it as 8192, 8k or 1M (k = 1,024)")
     return int(digits) * size
 
 
@@ -288,7 +294,7 @@ def _check_used(
 
 
 def _chooses(route: str, inner: int | None) -> bool:
-    """Whether the planner chooses which ranks exchange heads."""
+    """Whether the planner chooses the inner degree."""
     return route == AUTO or (route_of(route).heads == "inner" and inner is None)
 
 

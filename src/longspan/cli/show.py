@@ -32,9 +32,9 @@ from longspan.report import print_packs, print_plan, save_figure, save_packs
 )
 @friendly
 def show(manifest: Path | None, output: Path | None, **options: Any) -> None:
-    """Draw a plan: the attention matrix coloured by rank, and pairs and bytes of each rank in each stage.
+    """Draw a plan: the attention matrix coloured by rank, and pairs and bytes of each rank in each stage of the plan.
 
-    With --manifest, draw packed rows: document lengths, fill of rows, imbalance of visible pairs over ranks.
+    With --manifest, draw packed rows: document lengths, fill of rows, and max / mean visible pairs over ranks.
     """
     if manifest is not None:
         _show_manifest(manifest, output)
@@ -53,7 +53,8 @@ def _show_manifest(manifest: Path, output: Path | None) -> None:
     if others := [name for name in given if name not in ("manifest", "output")]:
         options = ", ".join(option.opts[0] for option in context.command.params if option.name in others)
         raise SpecError(
-            f"{options} does not combine with --manifest, which holds its own settings", hint="remove one of them"
+            f"{options} does not combine with --manifest: the manifest holds these settings",
+            hint="remove --manifest or the other options",
         )
     from longspan.data.pack import report_of  # imports code for corpora, which a plan does not need
 

@@ -29,7 +29,9 @@ from longspan.verify.verify_config import VerifyConfig
     help="Communication dtype: none, bf16 or fp8; repeatable. Default: from CONFIG.",
 )
 @click.option(
-    "--dtype", multiple=True, help="fp64, fp32, bf16 or fp16; repeatable. Default: fp32, CONFIG's and, on CPU, fp64."
+    "--dtype",
+    multiple=True,
+    help="fp64, fp32, bf16 or fp16; repeatable. Default: fp32, the dtype of CONFIG and, on CPU, fp64.",
 )
 @click.option("--steps", default=2, show_default=True, help="Number of optimizer steps to replay.")
 @click.option("--layers", type=int, help="Cut the model to this many layers, keeping every kind of mask. Default: all.")
@@ -54,8 +56,8 @@ def verify(
     """Replay the first steps of CONFIG at CP=1, with plain SDPA per document, and at each CP degree; compare every
     gradient.
 
-    Exits with 1 if a loss, a gradient norm or the gradient of a parameter exceeds its tolerance, or if a token has
-    another position or label than at CP=1.
+    Exits with 1 if a loss, a gradient norm or the gradient of a parameter exceeds its tolerance, or if a token's
+    position or label differs from CP=1.
     """
     run = load_config(config, overrides)
     values = {
@@ -85,10 +87,13 @@ def verify(
 
 
 def _summary(verdicts: Sequence[Verdict]) -> str:
-    """Count passed cases. With a communication dtype, a case passes within the bounds of rounding, not by equality."""
+    """Count passed cases. A case with a communication dtype may differ from cp=1 within the bounds of rounding."""
     exact = [v.passed for v in verdicts if v.comm_dtype is None]
     rounded = [v.passed for v in verdicts if v.comm_dtype is not None]
-    kinds = ((exact, "cases equal cp=1"), (rounded, "cases with a communication dtype are within its bounds of cp=1"))
+    kinds = (
+        (exact, "cases equal cp=1"),
+        (rounded, "cases with a communication dtype are within the rounding bounds of cp=1"),
+    )
     return ", ".join(f"{sum(passed)} of {len(passed)} {what}" for passed, what in kinds if passed)
 
 

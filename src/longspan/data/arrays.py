@@ -24,16 +24,17 @@ def targets(
     within: Flags | None = None,
     of: str = "",
 ) -> Flags:
-    """Return which tokens are targets, bool in the shape of `ids`: all of them without `labels` and `loss_mask`.
+    """Return which tokens are targets, bool in the shape of `ids`: all tokens if `labels` and `loss_mask` are None.
 
-    `labels` are not shifted: a label is the id at the same index, or -100. They are checked where `within` is True.
+    `labels` are not shifted: a label is the id at the same index, or -100. Labels are checked where `within` is True.
     `of` completes the array's name in errors, as in " of document 3".
     """
     if labels is None:
         return np.ones(ids.shape, np.bool_) if loss_mask is None else flags(loss_mask, ids.shape, f"loss_mask{of}")
     if loss_mask is not None:
         raise DataError(
-            f"labels and loss_mask{of} are both given", hint="both select the targets: give only one of them"
+            f"labels and loss_mask{of} are both given",
+            hint="labels and loss_mask both select the targets: give only one",
         )
     given = of_shape(integers(labels, f"labels{of}", (ids.ndim,)), ids.shape, f"labels{of}")
     wrong = (given != IGNORED) & (given != ids)
@@ -49,7 +50,7 @@ def targets(
 
 
 def integers(values: npt.ArrayLike, name: str, ndims: tuple[int, ...] = (1,)) -> IntArray:
-    """Return `values` as int64. Raises DataError: another number of dims, or a type that is not integer.
+    """Return `values` as int64. Raises DataError: the number of dims is not in `ndims`, or the dtype is not integer.
 
     An empty array may have any type.
     """
@@ -63,7 +64,7 @@ def integers(values: npt.ArrayLike, name: str, ndims: tuple[int, ...] = (1,)) ->
 
 
 def flags(values: npt.ArrayLike, shape: tuple[int, ...] | None, name: str) -> Flags:
-    """Return `values` of 0 and 1 as bool. Raises DataError: other values, or another shape than `shape` if given."""
+    """Return `values` of 0 and 1 as bool. Raises DataError: other values, or not `shape`, where `shape` is given."""
     array = _array(values, name)
     if shape is not None:
         of_shape(array, shape, name)
@@ -73,7 +74,7 @@ def flags(values: npt.ArrayLike, shape: tuple[int, ...] | None, name: str) -> Fl
 
 
 def of_shape(array: npt.NDArray[Any], shape: tuple[int, ...], name: str) -> npt.NDArray[Any]:
-    """Return `array`. Raises DataError: its shape is not `shape`, that of the ids."""
+    """Return `array`. Raises DataError: the array's shape is not `shape`, the shape of the ids."""
     if array.shape != shape:
         raise DataError(f"{name} has shape {array.shape}, but the ids have shape {shape}")
     return array
@@ -93,7 +94,7 @@ def check_runs(real: Flags) -> None:
     broken = begins.sum(1) > 1
     if broken.any():
         raise DataError(
-            f"attention_mask of row {broken.argmax()} has padding between tokens; padding must be left or right of them",
+            f"attention_mask of row {broken.argmax()} has padding between tokens; padding must be on the left or right of a row",
             hint="for several documents in one row use Batch.from_positions",
         )
 

@@ -1,5 +1,5 @@
 """Batch: one flattened axis of S tokens with labels, positions and document lengths, all of the GLOBAL row.
-Labels are shifted here, once, before sharding. No target and no position crosses a document boundary.
+Labels are shifted once, here, before sharding. No target and no position crosses a document boundary.
 
     documents               from_documents      a b c | d e
     padded rows             from_padded         . a b c / . . d e   and a mask
@@ -55,15 +55,15 @@ class Batch:
     `input_ids`, `labels` and `position_ids` are int64 (S,), read-only. `lengths` holds N document lengths; 0 is allowed.
     Labels are already shifted. Each label is checked to be -100 or the next token of its document.
 
-    `parents`: for each document the index of an earlier document that it continues, or -1; () without any. A child sees
-    all tokens of its parent and continues its positions. A parent has no parent itself.
+    `parents`: for each document, the index of the earlier document that this document continues, or -1; () if no document
+    has a parent. A child sees all tokens of its parent, and its positions continue the parent's. A parent has no parent.
 
     `numbers`: None, or int64 (S,), the global number of each token in the run, from which dropout masks are drawn. `Loader`
-    numbers tokens by row of its stream, so that they do not depend on dp or gradient accumulation.
+    numbers tokens by their training row in the stream, so the numbers do not depend on dp or gradient accumulation.
 
-    The constructors `from_...` take NumPy arrays or CPU tensors, and copy them. Targets are selected by `loss_mask` (1:
+    The constructors `from_...` copy NumPy arrays or CPU tensors. Targets are selected by `loss_mask` (1:
     this token is to be predicted) or by `labels` as Hugging Face's collators return them: aligned with the ids, not yet
-    shifted, -100 where ignored. Without either, every token but the first of its document is a target.
+    shifted, -100 where ignored. By default, every token except the first of its document is a target.
 
     Raises DataError: no token, a wrong shape or dtype, a negative id, lengths that do not sum to S, labels or
     positions that do not follow from ids and lengths, labels already shifted, both labels and a loss mask.
@@ -112,7 +112,7 @@ class Batch:
         labels: Sequence[npt.ArrayLike | None] | None = None,
         numbers: IntArray | None = None,
     ) -> "Batch":
-        """Concatenate documents, each integer (n,), with a loss mask (n,) of 0 and 1 or labels (n,), or None, for each.
+        """Concatenate documents, each integer (n,). A document's loss mask is (n,) of 0 and 1, its labels are (n,), or None.
 
         `numbers` int64 (S,): the global number of each token in the run.
         """
@@ -134,9 +134,9 @@ class Batch:
     ) -> "Batch":
         """Pack rows (B, S) padded on the left or right, where `attention_mask` (B, S) is 0.
 
-        The tokens of a row, where the mask is 1, become one document; a row of padding alone has length 0. Padding is
-        removed and never computed; `labels` and `loss_mask` are ignored there. `to_padded` is the inverse: it puts one
-        value per token back into rows.
+        The tokens of a row, where the mask is 1, become one document. A row of padding alone becomes a document of length 0.
+        Padding is removed and never computed; `labels` and `loss_mask` of padding are ignored. The inverse, `to_padded`,
+        puts one value per token back into rows.
 
         Raises DataError: padding between the tokens of a row.
         """
@@ -174,7 +174,7 @@ class Batch:
     ) -> "Batch":
         """Take a packed row, (S,) or (1, S), with document boundaries `cu_seqlens`, integer (N + 1,), from 0 to S.
 
-        Equal boundaries are a document of length 0. Raises DataError: boundaries that do not ascend from 0 to S.
+        Two equal boundaries make a document of length 0. Raises DataError: boundaries that do not ascend from 0 to S.
         """
         ids = integers(input_ids, "input_ids", (1, 2))
         if ids.ndim == 2 and len(ids) != 1:
@@ -186,7 +186,7 @@ class Batch:
         if not bounds.size or bounds[0] != 0 or bounds[-1] != ids.size or (np.diff(bounds) < 0).any():
             raise DataError(
                 f"cu_seqlens {short(bounds)} do not ascend from 0 to the {ids.size} input_ids",
-                hint="give the start of each document, then the end of the last; drop tokens that belong to no document",
+                hint="give the start of each document, then the end of the last document; drop tokens that belong to no document",
             )
         return cls._packed(ids, np.diff(bounds), targets(ids, labels, loss_mask))
 
@@ -206,7 +206,7 @@ class Batch:
 
         The last token of the prompt predicts the first token of every response, so it is copied to the start of each
         response. Losses and gradients then equal those of separate documents, each prompt + response. Tokens of the prompt
-        are no targets. For several prompts use `Batch.concat`.
+        are not targets. For several prompts use `Batch.concat`.
 
         Raises DataError: an empty prompt, or no response.
         """
@@ -261,7 +261,7 @@ class Batch:
 
     @classmethod
     def _derived(cls, *values: Any) -> "Batch":
-        """Make a batch without the checks of labels and positions, which were derived from ids and lengths."""
+        """Make a batch from labels and positions derived from ids and lengths, which need no check."""
         made = object.__new__(cls)
         for field, value in zip(fields(cls), values, strict=True):
             object.__setattr__(made, field.name, value)
@@ -299,7 +299,7 @@ def shift_labels(
     """Return labels int64 (S,): `ids[i + 1]`, or -100 at a document's last token and before a token of `loss_mask` 0.
 
     `ids` integer (S,); `lengths` of the documents, with sum S, 0 allowed; `loss_mask` (S,) of 0 and 1, aligned with
-    `ids`: 1 for a token to be predicted. All are of the global row, never of a shard.
+    `ids`: 1 for a token to be predicted. All arguments describe the global row, never a shard.
 
     Raises DataError: lengths that do not sum to S, a mask of another length or with other values.
     """
@@ -353,7 +353,7 @@ def lengths_from_positions(position_ids: npt.ArrayLike) -> tuple[int, ...]:
 def to_padded(values: Values, attention_mask: npt.ArrayLike, fill: float = 0.0) -> Values:
     """Invert `Batch.from_padded`: scatter one value per token, (S,) or (1, S), to rows (B, S) with `fill` at padding.
 
-    `attention_mask` (B, S) is the mask the batch was made with. An array returns an array; a tensor returns a tensor on
+    `attention_mask` (B, S) is the mask passed to `Batch.from_padded`. An array returns an array; a tensor returns a tensor on
     the same device, differentiably.
 
     Raises DataError: the number of values is not the number of tokens in the mask.
@@ -385,13 +385,15 @@ def _checked_parents(parents: Sequence[int], count: int) -> IntArray:
     if not given.size:
         return np.full(count, -1, np.int64)
     if given.size != count:
-        raise DataError(f"{given.size} parents for {count} documents", hint="give one for each document, or -1")
+        raise DataError(
+            f"{given.size} parents for {count} documents", hint="give one parent for each document: an index, or -1"
+        )
     continues = given >= 0
     wrong = (given < -1) | (given >= np.arange(count)) | (continues & continues[given.clip(0, count - 1)])
     if wrong.any():
         i = int(wrong.argmax())
         raise DataError(
-            f"parent {given[i]} of document {i} is not an earlier document without a parent of its own",
+            f"parent {given[i]} of document {i} is not an earlier document without a parent",
             hint="give the index of such a document, or -1",
         )
     return given

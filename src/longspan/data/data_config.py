@@ -32,14 +32,14 @@ class DataConfig(BaseModel):
     seq_len: Annotated[int, Field(ge=1)]
     """Tokens per row: the global sequence length S of a micro-batch of one row."""
     packing: Literal["stream", "fit"] = "stream"
-    """"stream": documents concatenated and cut at row ends. "fit": whole documents in rows of up to `seq_len` tokens."""
+    """"stream": documents concatenated and cut at row ends. "fit": complete documents in rows of up to `seq_len` tokens."""
     fit: FitConfig | None = None
     """Options of packing "fit"."""
     manifest: Path | None = None
-    """Manifest written by `longspan pack`: every epoch trains on exactly its rows, in order. All other settings of this
-    section must be those used to pack. Default: pack rows at start."""
+    """Manifest written by `longspan pack`: every epoch trains on exactly the manifest's rows, in order. All other
+    settings of this section must be those used to pack. Default: pack rows at start."""
     heldout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.02
-    """Fraction of the documents held out for evaluation, at least one document; 0 for none."""
+    """Fraction of the documents held out for evaluation, at least one document; 0 holds out none."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the split and of the shuffle."""
     shuffle: bool = True
@@ -59,7 +59,8 @@ class DataConfig(BaseModel):
         if self.packing == "stream" and self.fit is not None:
             options = ", ".join(f"fit.{name}={getattr(self.fit, name)!r}" for name in sorted(self.fit.model_fields_set))
             raise SpecError(
-                f'{options or "fit"} has no effect with packing "stream"', hint='leave it out, or set packing="fit"'
+                f'{options or "fit"} has no effect with packing "stream"',
+                hint='leave the fit options out, or set packing="fit"',
             )
         if self.fit is not None:
             self.fit.check(self.seq_len)

@@ -1,5 +1,5 @@
 """Read text files, folders, JSON lines, Parquet and Python's own sources as one stream of documents.
-The order is the same on every machine. An unreadable file, line or row is reported by name, never dropped silently.
+The order is the same on every machine. An unreadable file, line or Parquet row is reported by name, never ignored silently.
 """
 
 import json
@@ -15,7 +15,9 @@ from longspan.errors import DataError
 
 STDLIB = "python:stdlib"
 _STDLIB_EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
-_PARQUET_ROWS = 256  # rows decoded at a time: enough to amortise the call, few enough for long documents in memory
+_PARQUET_ROWS = (
+    256  # Parquet rows decoded at a time: enough to amortise the call, few enough to hold long documents in memory
+)
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,12 @@ def read_documents(
     suffixes: Sequence[str] | None = None,
     on_error: Literal["raise", "skip"] = "raise",
 ) -> Iterator[Document]:
-    """Yield the documents of `paths` in order, without empty and blank ones.
+    """Yield the documents of `paths` in order. Empty and blank documents are left out.
 
     A path is a text file (one document), a `.jsonl` or `.json` file (one object per line), a `.parquet` file, a folder of
     these, or `python:stdlib`: the `.py` files of Python's standard library, without tests and installed packages.
-    Folders are read recursively in sorted order, without hidden entries, and only files with one of `suffixes` if given.
+    Folders are read recursively in sorted order, without hidden entries. If `suffixes` are given, other files in folders are
+    ignored.
 
     With `on_error="skip"`, unreadable items are skipped, and one warning gives their number and the first name.
 
@@ -51,7 +54,7 @@ def read_documents(
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file to read: its path, and its name in sources and errors, as the user would write it."""
+    """A file to read. `name` is its name in sources and errors, as the user would write the path."""
 
     name: str
     path: Path
@@ -90,7 +93,7 @@ def _walk(root: Path, name: str, suffixes: Sequence[str] | None, excluded: set[s
         for entry in names:
             path = Path(folder, entry)
             wanted = not entry.startswith(".") and (suffixes is None or entry.endswith(tuple(suffixes)))
-            # Keep a dangling link, so that reading it raises by name. Leave out pipes and sockets: reading one would hang.
+            # Keep a dangling link: reading it raises an error with its name. Leave out pipes and sockets: reading would hang.
             if wanted and (path.is_file() or not path.exists()):
                 found.append(path.relative_to(root).as_posix())
     return [SourceFile((PurePosixPath(name) / relative).as_posix(), root / relative) for relative in sorted(found)]

@@ -1,4 +1,4 @@
-"""Fit whole documents into rows, from their lengths alone (`packing.Rows` cuts documents at row ends instead).
+"""Fit complete documents into rows, given only document lengths (`packing.Rows` cuts documents at row ends instead).
 The result is deterministic and does not depend on the dp and cp degrees.
 
     seq_len=10        stream   aaaa bbbbbb | bb ccccccc d | dd eeeeee
@@ -18,13 +18,15 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from longspan.data.packing import IntArray, Piece, PieceRows, check_seq_len
 from longspan.errors import DataError, SpecError
 
-_SLACK = 500  # a row is full if at most 1/500 is left; fuller rows would use up short documents that later rows need
+_SLACK = (
+    500  # a row is full if at most 1/500 is free; a stricter limit would use up short documents that later rows need
+)
 _WINDOW_STEPS = 8  # balancing moves rows within windows of this many steps
 _UNITS = 1 << 13  # units per row in the best-fit search, so that the search costs the same for longer rows
 
 
 class FitConfig(BaseModel):
-    """Options of packing whole documents into rows. Raises pydantic.ValidationError (a ValueError), as `DataConfig`."""
+    """Options of packing complete documents into rows. Raises pydantic.ValidationError (a ValueError), as `DataConfig`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
@@ -35,7 +37,7 @@ class FitConfig(BaseModel):
     """Ascending document lengths in tokens; a row holds documents of one bucket only. (1024, 8192) makes three buckets: up
     to 1,024 tokens, up to 8,192, and longer."""
     long_documents: Literal["cut", "refuse"] = "cut"
-    """Documents longer than a row. "cut": split into full rows and a rest, each a document of its own. "refuse": error."""
+    """Documents longer than a row. "cut": split into full rows and a remainder, each a document. "refuse": raise an error."""
     balance: Literal["none", "area"] = "none"
     """"area": rows of one optimizer step have about the same number of visible (query, key) pairs."""
 
@@ -47,19 +49,19 @@ class FitConfig(BaseModel):
         return buckets
 
     def check(self, seq_len: int) -> None:
-        """Raise SpecError if the last bucket is not below `seq_len`: no document would be above it."""
+        """Raise SpecError if the last bucket is not below `seq_len`: no document would be longer than this bucket."""
         if self.buckets and self.buckets[-1] >= seq_len:
             raise SpecError(
                 f"bucket {self.buckets[-1]} is not below seq_len {seq_len}: no document would be above it",
-                hint="leave it out: documents above the last bucket always form a bucket of their own",
+                hint="leave this bucket out: documents above the last bucket always form a separate bucket",
             )
 
 
 @dataclass(frozen=True, eq=False)
 class FittedRows(PieceRows):
-    """Rows of whole documents, made by `fit_rows`.
+    """Rows of complete documents, made by `fit_rows`.
 
-    `pieces` int64 (P, 3): document, start, stop of each piece, in row order. Row `i` is `pieces[edges[i]:edges[i + 1]]`.
+    `pieces` int64 (P, 3): (document, start, stop) of each piece, in row order. Row `i` is `pieces[edges[i]:edges[i + 1]]`.
     """
 
     pieces: IntArray
@@ -75,7 +77,7 @@ class FittedRows(PieceRows):
 
     @cached_property
     def area(self) -> IntArray:
-        """Visible pairs of each row under a causal mask, int64 (rows,): the sum of n(n+1)/2 over its documents."""
+        """Visible pairs of each row under a causal mask, int64 (rows,): the sum of n(n+1)/2 over the row's documents."""
         sizes = self.pieces[:, 2] - self.pieces[:, 1]
         return self._sums(sizes * (sizes + 1) // 2)
 
@@ -95,19 +97,19 @@ def fit_rows(
     first_row: int = 0,
     name_of: Callable[[int], object] = str,
 ) -> FittedRows:
-    """Pack documents of `lengths`, int64 (N,), whole and once each, into rows of at most `seq_len` tokens.
+    """Pack each document of `lengths`, int64 (N,), complete and exactly once, into rows of at most `seq_len` tokens.
 
-    A buffer holds the next documents. A row takes the oldest until a quarter of the row is left, then the best fit: longer
-    documents first, filling the rest to 99.8% or as far as possible. If the rest is not filled, the row gives back its
-    documents one by one, the youngest first, and tries again; the oldest stays. Rows are therefore full except the last few,
-    and the mix of lengths stays natural. Since every row takes the oldest document, a document is placed at most `buffer - 1`
-    rows after the first row that holds a younger one. Each bucket is packed separately, and the bound holds per bucket. The
-    rows of all buckets are then ordered by their oldest document.
+    A buffer holds the next documents. A row takes the oldest documents until a quarter of the row is free, then the best fit,
+    which tries longer documents first and fills the row to 99.8% or as far as possible. If the row is not filled, the row
+    gives documents back one by one, the youngest first, and searches again; the oldest document stays. Rows are therefore
+    full except the last few, and the order of lengths changes little. Since every row takes the oldest document, a document
+    is placed at most `buffer - 1` rows after the first row that holds a younger document. Each bucket is packed separately,
+    and the bound holds per bucket. The rows of all buckets are then ordered by their oldest document.
 
-    With `balance="area"`, full steps of `rows_per_step` rows (of all ranks and micro-batches together) are made of rows
-    of similar area. The rows of 8 steps are sorted by area and cut into steps, which are ordered by their oldest row, so a
-    row moves by less than 8 steps. `first_row` is the index in the stream of the first row made here; the position within
-    a step follows from it.
+    With `balance="area"`, every full step of `rows_per_step` rows (of all ranks and micro-batches together) has rows of similar
+    area. The rows of 8 steps are sorted by area and split into steps, and the steps are ordered by their oldest row. A row
+    therefore moves by less than 8 steps. `first_row` is the index in the stream of the first row made here; a row's position
+    within a step follows from `first_row`.
 
     Errors name document `i` as `name_of(i)`.
 
@@ -215,7 +217,7 @@ class _Buffer:
 def _next_row(buffer: _Buffer, seq_len: int) -> list[int]:
     row: list[int] = []
     room = seq_len
-    # Short documents: a buffer with less than twice the room left offers too little choice, so the oldest goes in first.
+    # Short documents: a buffer with less than twice the free room offers too little choice, so the oldest is placed first.
     while not buffer.is_last and buffer.fitting_tokens(room) < 2 * room:
         oldest = next((piece for piece, size in buffer.by_age.items() if size <= room), None)
         if oldest is None:
@@ -229,8 +231,8 @@ def _next_row(buffer: _Buffer, seq_len: int) -> list[int]:
 
 
 def _choose(buffer: _Buffer, room: int, seq_len: int, at_least: int) -> list[int]:
-    """Choose the oldest pieces until a quarter of the row is left, then the best fit; fewer of the oldest if the row gets
-    fuller."""
+    """Choose the oldest pieces until a quarter of the row is free, then the best fit. Choose fewer oldest pieces if that makes
+    the row fuller."""
     slack = seq_len // _SLACK
     oldest = _oldest(buffer, room, seq_len // 4)
     least_left, best = room + 1, []

@@ -1,5 +1,5 @@
 """Loader: an endless stream of batches, resumable at another dp degree.
-Batches depend on the data-parallel rank alone, so that all ranks of a CP, TP or PP group read the same batch.
+Batches depend only on the data-parallel rank: all ranks of a CP, TP or PP group read the same batch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +17,7 @@ from longspan.errors import DataError, SpecError
 
 
 class _Epoch(NamedTuple):
-    """The documents of one epoch in order, and their rows; the first is row `start` of the stream."""
+    """The documents of one epoch in order, and the epoch's rows. Row 0 of the epoch is row `start` of the stream."""
 
     number: int
     start: int
@@ -29,7 +29,7 @@ class _Epoch(NamedTuple):
         return self.start + len(self.rows)
 
     def pieces(self, row: int) -> list[Piece]:
-        """Return the pieces of row `row` of the stream, with document numbers of the store."""
+        """Return the pieces of row `row` of the stream. Documents are numbered as in the store."""
         return _in_store(self.order, self.rows[row - self.start])
 
 
@@ -38,24 +38,24 @@ class Loader(Iterator[Batch]):
 
     Each epoch shuffles the training documents by (seed, epoch) and packs them. Without `fit`, documents are concatenated and
     cut into rows of `seq_len` tokens (see `packing.Rows`; the last row of an epoch may be shorter). With `fit`, rows hold
-    whole documents (see `fit_rows`). The rows of all epochs form one global stream, which does not depend on the dp degree.
+    complete documents (see `fit_rows`). The rows of all epochs form one global stream, which does not depend on the dp degree.
     One batch on every rank takes the next `dp_size * micro_batch_size` rows, dealt in turn:
 
         dp_size=2, micro_batch_size=2      stream   0 1 2 3 | 4 5 6 7 | ...
                                          rank 0   0   2     4   6
                                          rank 1     1   3     5   7
 
-    So dp 2, and dp 1 with 2 gradient accumulation steps, read the same rows for the same global batch. A batch that
-    reaches past the end of an epoch continues in the next.
+    So dp=2, and dp=1 with 2 gradient accumulation steps, read the same rows for the same global batch. A batch that
+    reaches past the end of an epoch continues in the next epoch.
 
     `rows_per_step`: rows of one optimizer step over all ranks and micro-batches, used by `fit.balance="area"`. Default: one
     batch per rank.
 
-    With a `manifest`, every epoch has exactly its rows, in its order, without shuffling or packing. The settings that
-    made the manifest are compared with the arguments.
+    With a `manifest`, every epoch has exactly the manifest's rows in the manifest's order, without shuffling or packing. The
+    settings used to pack the manifest are compared with the arguments.
 
     Raises SpecError: `seq_len`, `micro_batch_size` or `dp_size` below 1, `dp_rank` outside [0, dp_size), a negative seed,
-    `rows_per_step` that is not a multiple of `dp_size * micro_batch_size`, and what `fit_rows` raises. DataError: no token
+    `rows_per_step` that is not a multiple of `dp_size * micro_batch_size`, or an error of `fit_rows`. DataError: no token
     to train on; a document longer than a row with `long_documents="refuse"`; a manifest of another corpus, tokenizer, split,
     seed, row length or packing.
     """
@@ -83,7 +83,7 @@ class Loader(Iterator[Batch]):
         if rows_per_step < 1 or rows_per_step % (dp_size * micro_batch_size):
             raise SpecError(
                 f"rows_per_step {rows_per_step} is not a multiple of dp_size {dp_size} x micro_batch_size {micro_batch_size}",
-                hint="set it to dp_size x micro_batch_size x gradient_accumulation_steps",
+                hint="set rows_per_step to dp_size x micro_batch_size x gradient_accumulation_steps",
             )
         self._store = store
         self._seq_len = seq_len
@@ -97,7 +97,7 @@ class Loader(Iterator[Batch]):
         self._manifest = manifest
         if manifest is not None:
             _check_manifest(manifest, self.stream, store)
-        self._row = 0  # rows of the global stream consumed by all ranks together
+        self._row = 0  # rows of the global stream that all ranks together have consumed
         self._epoch = self._make_epoch(0, 0)
         if not len(self._epoch.rows):
             raise DataError("there is no token to train on", hint="give a non-empty document")
@@ -152,7 +152,7 @@ class Loader(Iterator[Batch]):
         if set(state) != keys:
             raise DataError(f"loader state has the keys {sorted(state)}, not {sorted(keys)}")
         if differing := _differing(state, here, "state"):
-            hint = "set the values of the run that saved it, or start without the loader state"
+            hint = "set the values of the run that saved the loader state, or start without the loader state"
             if state["rows_per_step"] and here["rows_per_step"] != state["rows_per_step"]:
                 rows = state["rows_per_step"]
                 hint = f"keep micro_batch_size x dp x gradient_accumulation_steps at {rows}; or {hint}"
@@ -185,8 +185,8 @@ class Loader(Iterator[Batch]):
         }
 
     def packs(self, epochs: int) -> Iterator[tuple[int, list[Piece]]]:
-        """Yield (epoch, pieces) for every row of the first `epochs` epochs, whatever has been read. Piece documents are
-        numbered as in the store."""
+        """Yield (epoch, pieces) for every row of the first `epochs` epochs, independent of the position of the stream. Documents
+        are numbered as in the store."""
         start = 0
         for number in range(epochs):
             epoch = self._make_epoch(number, start)
@@ -225,15 +225,15 @@ def eval_batches(
 ) -> Iterator[Batch | None]:
     """Yield the first `max_rows` held-out rows in order, one per batch, each on exactly one data-parallel rank.
 
-    Every rank gets the same number of items, so that collectives match. A rank without a row left gets None and takes part
-    with 0 targets; a repeated or dropped row would change the token-weighted mean. Rows are packed as by `Loader` with the
+    Every rank gets the same number of items, so that collectives match. A rank that has no row left gets None and takes part
+    with 0 targets: a repeated or dropped row would change the token-weighted mean. Rows are packed as `Loader` packs with the
     same `fit`, but without `balance`, which depends on the number of ranks.
 
     Raises SpecError: see `Loader`, or `max_rows` below 1. DataError: nothing is held out.
     """
     _check_rank(dp_rank, dp_size)
     if max_rows is not None and max_rows < 1:
-        raise SpecError(f"max_rows {max_rows} is below 1", hint="None reads every held-out row")
+        raise SpecError(f"max_rows {max_rows} is below 1", hint="set max_rows=None to read every held-out row")
     if store.heldout.size == 0:
         raise DataError("no document is held out", hint="set heldout_fraction above 0")
     rows = _rows(store, store.heldout, seq_len, fit)
@@ -290,7 +290,7 @@ def _check_manifest(manifest: Manifest, here: dict[str, Any], store: TokenStore)
 
 
 def _differing(there: dict[str, Any], here: dict[str, Any], where: str) -> str:
-    """List the values that differ between the state or manifest and this loader; empty if none differs."""
+    """Describe the values that differ between the state or manifest and this loader. Return "" if no value differs."""
     return "; ".join(
         f"{name} is {_short(there.get(name))} in the {where}, {_short(here[name])} here"
         for name in here

@@ -1,10 +1,12 @@
-"""Manifest: the rows of a run in a Parquet file, one file row for each, with counts per rank.
+"""Manifest: a Parquet file with one record per training row, and the counts of that row per rank.
 
     row  epoch  documents                               lengths  tokens  padding  pairs  rank_tokens  rank_pairs  ...
     0    0      {7, "a.txt", 0, 5}, {2, "b.txt", 0, 3}  5 3      8       2        21     4 4          10 11
     1    0      {4, "c.txt", 0, 9}                      9        9       1        45     5 4          25 20
 
-`longspan pack` writes it, `longspan show --manifest` draws it. `Loader` reads the documents only, not the counts.
+The four fields of a document are its number in the corpus, its source, and the start and stop of the range of its tokens that
+the row holds; token 0 is the document's first, and stop is exclusive.
+`longspan pack` writes a manifest, and `longspan show --manifest` draws it. `Loader` reads the documents and ignores the counts.
 """
 
 import hashlib
@@ -29,10 +31,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _FORMAT = 1
-_GROUP = 256  # file rows per Parquet row group
+_GROUP = 256  # records per Parquet row group
 _KEY = b"longspan"
 _COLUMNS = {
-    "row": ("int64", "index of the row in the packed stream, from 0"),
+    "row": ("int64", "index of the training row in the packed stream, from 0"),
     "epoch": ("int64", "epoch of the row, from 0"),
     "documents": (
         "documents",
@@ -40,10 +42,13 @@ _COLUMNS = {
     ),
     "lengths": ("int64s", "tokens of each document"),
     "tokens": ("int64", "tokens of the row"),
-    "padding": ("int64", "free room in the row, in tokens: seq_len - tokens"),
+    "padding": ("int64", "unused tokens of the row: seq_len - tokens"),
     "pairs": ("int64", "visible (query, key) pairs of all layers, forward"),
     "rank_tokens": ("int64s", "tokens held by each rank of the CP group"),
-    "rank_pairs": ("float64s", "pairs computed by each rank, all layers, forward, times its share of the heads"),
+    "rank_pairs": (
+        "float64s",
+        "pairs that each rank computes in forward, all layers, multiplied by the rank's share of the heads",
+    ),
     "rank_blocks": (
         "float64s",
         "blocks of 128 x 128 pairs that each rank computes at least partly, summed like rank_pairs",
@@ -57,7 +62,7 @@ class Counted:
     """The setup that the counts of a manifest refer to. `masks` gives the number of layers with each mask, "full" or
     "window-w".
 
-    Without a model (`heads` None) the counts are of one layer of full causal attention with one KV head.
+    If there is no model, `heads` is None and the counts describe one layer of full causal attention with one KV head.
     """
 
     cp: int
@@ -75,7 +80,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Counts:
-    """Work and traffic of one row per rank, in columns of the same names."""
+    """Work and traffic of one training row. The columns of the same names describe the fields."""
 
     pairs: int
     rank_tokens: Sequence[int]
@@ -86,7 +91,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Pack:
-    """A row to write, with document numbers of the store."""
+    """A training row to write. Pieces number documents as the store does."""
 
     epoch: int
     pieces: Sequence[Piece]
@@ -95,7 +100,7 @@ class Pack:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """Rows to train on, with document numbers of the store, and the settings they were packed with (`Loader.stream`)."""
+    """Training rows, and the settings used to pack them (`Loader.stream`). Documents are numbered as in the store."""
 
     path: Path
     stream: dict[str, Any]
@@ -110,7 +115,8 @@ class Manifest:
         return digest.hexdigest()
 
     def check(self, lengths: IntArray, train: IntArray, seq_len: int) -> None:
-        """Raise DataError if a row is longer than `seq_len`, holds a document outside `train`, or tokens past its length."""
+        """Raise DataError if a row is longer than `seq_len`, has a document outside `train`, or has tokens past a document's
+        end."""
         (longer,) = np.nonzero(self.rows.tokens > seq_len)
         if longer.size:
             raise self._wrong(longer[0], f"has {self.rows.tokens[longer[0]]} tokens, more than seq_len {seq_len}")
@@ -138,7 +144,7 @@ def write_manifest(
 ) -> None:
     """Write `packs`, the rows of `epochs` epochs, to a Parquet file at `path`. A failure leaves no partial file.
 
-    `stream` is `Loader.stream` of the loader that packed them. Raises DataError: the file cannot be written.
+    `stream` is the `Loader.stream` of the loader that packed the rows. Raises DataError: the file cannot be written.
     """
     import pyarrow.parquet as pq  # slow to import, and planning does not need it
 
@@ -159,7 +165,7 @@ def write_manifest(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Read the rows of a manifest to train on. Raises DataError: not a manifest, or no row."""
+    """Read the training rows of a manifest. Raises DataError: the file is not a manifest or has no row."""
     table, about = read_table(path, ["documents"])
     edges, documents = flat(table, "documents")
     pieces = np.stack([documents[name].astype(np.int64) for name in Piece._fields], axis=1)
@@ -167,9 +173,9 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def read_table(path: Path, columns: Sequence[str]) -> tuple["pa.Table", dict[str, Any]]:
-    """Return columns of a manifest and its metadata: `stream`, `epochs`, `counted`.
+    """Return (columns of a manifest, metadata). The metadata are `stream`, `epochs` and `counted`.
 
-    Raises DataError: not a manifest, no row, or a column with null values.
+    Raises DataError: the file is not a manifest, has no row, or a column has null values.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -193,7 +199,7 @@ def read_table(path: Path, columns: Sequence[str]) -> tuple["pa.Table", dict[str
 
 
 def flat(table: "pa.Table", name: str) -> tuple[IntArray, Any]:
-    """Flatten a list column: row offsets, int64 (R + 1,), and the values (for "documents", a dict of fields)."""
+    """Flatten a list column of R rows. Return (row offsets int64 (R + 1,), values; for "documents" a dict of fields)."""
     import pyarrow.compute as pc
 
     column = table.column(name)

@@ -1,8 +1,8 @@
 """Write the rows of a loader as a manifest, with the work and traffic of every rank: `longspan pack`.
 
-    documents -> rows of the loader -> layout and plans of each row alone -> counts -> manifest
+    documents -> rows of the loader -> layout and plans of each row -> counts -> manifest
 
-Runs without torch. Each row is counted as a micro-batch of its own, whatever `micro_batch_size`.
+Runs without torch. Each row is counted as a separate micro-batch, whatever `micro_batch_size` is.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ def pack(
 ) -> PackReport:
     """Write the rows of the first `epochs` epochs of `loader` to `output`, replacing an older file.
 
-    Each row is counted by the layout and plans that `planner` makes for it. `packed(done, total)` is called after each row;
-    `total` is approximate.
+    `planner` makes the layout and plans that a row is counted by. `packed(done, total)` is called after each row; `total` is
+    approximate.
 
     Raises SpecError, DataError: see `Planner.plans`, `Loader` and `write_manifest`.
     """
@@ -68,7 +68,7 @@ def report_of(path: Path) -> PackReport:
 
 @dataclass(frozen=True)
 class RowCounter:
-    """Count the work and traffic of a row, by the layout and plans that `planner` makes for it."""
+    """Count the work and traffic of a row, by the layout and plans that `planner` makes for this row."""
 
     planner: Planner
 

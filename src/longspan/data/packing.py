@@ -1,5 +1,5 @@
 """Cut a stream of documents into rows of exactly `seq_len` tokens, in order, without loss or padding.
-`pack` works on the tokens; `Rows` computes from document lengths alone which tokens any row holds.
+`pack` works on the tokens; `Rows` needs only document lengths, and computes which tokens a row holds.
 """
 
 from abc import ABC, abstractmethod
@@ -28,8 +28,8 @@ def pack(token_docs: Iterable[IntArray], seq_len: int) -> Iterator[list[IntArray
 
         seq_len=4    aaa bbbbbb c   ->   aaa b | bbbb | b c
 
-    A document cut at a row end continues in the next row as a separate document: it does not attend to its beginning,
-    its positions restart, and its first token is no target. Empty documents are dropped.
+    A document cut at a row end continues in the next row as a separate document: the rest does not attend to the beginning,
+    its positions restart, and its first token is not a target. Empty documents are dropped.
 
     Raises SpecError: `seq_len` below 1.
     """
@@ -119,4 +119,6 @@ def _pack(token_docs: Iterable[IntArray], seq_len: int) -> Iterator[list[IntArra
 
 def check_seq_len(seq_len: int) -> None:
     if seq_len < 1:
-        raise SpecError(f"seq_len {seq_len} is below 1", hint="set seq_len to the tokens of one row, such as 4096")
+        raise SpecError(
+            f"seq_len {seq_len} is below 1", hint="set seq_len to the number of tokens in a row, such as 4096"
+        )

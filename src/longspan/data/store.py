@@ -1,6 +1,6 @@
 """TokenStore: a corpus tokenised once into memory-mapped arrays, with documents split into training and held-out.
 The cache is keyed by its inputs (files, tokenizer, options) and published atomically. When several processes open the same
-corpus, one tokenises and the others wait.
+corpus, one process tokenises and the other processes wait.
 """
 
 import fcntl
@@ -37,7 +37,7 @@ class TokenStore:
     """Concatenated tokens of N documents, and their split into training and held-out documents.
 
     `tokens` uint16 or uint32 (num_tokens,), read-only. Document `i` is `tokens[offsets[i]:offsets[i + 1]]`; its last
-    token is the tokenizer's eos. `train` and `heldout` are document numbers, ascending and disjoint, together all N.
+    token is the tokenizer's eos. `train` and `heldout` are document numbers, ascending and disjoint, and together complete.
     `corpus` is a sha256 of tokens, offsets and source names; `tokenizer` is the tokenizer's fingerprint.
     """
 
@@ -112,9 +112,9 @@ def unigram_entropy(store: TokenStore) -> float:
 
 
 def split_documents(source_keys: npt.NDArray[np.uint64], fraction: float, seed: int) -> tuple[IntArray, IntArray]:
-    """Return document numbers (train, held-out), ascending. Held out are those nearest to the seed's key by XOR distance.
+    """Return document numbers (train, held-out), ascending. The documents nearest to the seed's key by XOR are held out.
 
-    The choice depends on source names and seed alone. `round(fraction * N)` documents are held out, at least 1 and at most
+    The choice depends only on source names and the seed. `round(fraction * N)` documents are held out, at least 1 and at most
     N - 1; none if `fraction` is 0. Raises DataError: a single document with `fraction` above 0.
     """
     num_documents = source_keys.size
@@ -134,7 +134,7 @@ def source_key(source: str) -> np.uint64:
 
 
 def _cache_key(config: DataConfig, tokenizer: Tokenizer) -> str:
-    """Return a hash of all inputs that determine tokens, offsets and sources: not of split, seed and row length."""
+    """Return a hash of all inputs that determine tokens, offsets and sources; split, seed and row length do not."""
     files = []
     for file in corpus_files(config.paths, config.suffixes):
         try:
@@ -163,15 +163,17 @@ def _write(
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
-        raise DataError(f"cannot write the token cache {folder}: {error}", hint="set cache_dir") from error
+        raise DataError(
+            f"cannot write the token cache {folder}: {error}", hint="set cache_dir to a writable folder"
+        ) from error
 
 
 @contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
     """Hold a file lock inside the block. If the holder dies, the system frees the lock for the next process.
 
-    The first holder unlinks the file. Waiting processes keep it open: if the holder failed, they read its error there and
-    raise the same DataError.
+    The first holder unlinks the file. Waiting processes keep the file open. If the holder failed, every waiting process reads
+    the holder's error from the file and raises the same DataError.
     """
     with lock.open("a+") as file:
         try:

@@ -1,5 +1,5 @@
 """Convert text to token ids and back: by plain bytes, without files, or by a Hugging Face `tokenizer.json`.
-Fingerprints identify the mapping, so that no cache or run is continued with other ids.
+Fingerprints identify the mapping: a cache or a run does not continue if the mapping has changed.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ class Tokenizer(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Upper bound of ids, exclusive."""
+        """Exclusive upper bound of the ids."""
 
     @property
     def eos_id(self) -> int:
@@ -63,9 +63,9 @@ class HuggingFaceTokenizer:
     """Tokenizer from a `tokenizer.json`, run by the `tokenizers` library without special tokens.
 
     The end-of-document token is `eos` (an id or a token). Default: the eos token in `tokenizer_config.json`,
-    `special_tokens_map.json` or `config.json` beside it, in this order.
+    `special_tokens_map.json` or `config.json` in the same folder, in this order.
 
-    Raises DataError: a missing or unreadable file, no end-of-document token, or one outside the vocabulary.
+    Raises DataError: a missing or unreadable file, no end-of-document token, or a token outside the vocabulary.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, eos: int | str | None = None) -> None:
@@ -100,7 +100,7 @@ class HuggingFaceTokenizer:
             raise DataError(
                 f"{file.parent} defines no end-of-document token: eos_token is in neither tokenizer_config.json nor "
                 "special_tokens_map.json, and eos_token_id is not in config.json",
-                hint="add one of these files, or pass eos",
+                hint="set one of these keys, or pass eos",
             )
         eos_id = self._tokenizer.token_to_id(eos) if isinstance(eos, str) else eos
         if eos_id is None or not 0 <= eos_id < self.vocab_size:

@@ -1,5 +1,5 @@
 """Chunk sizes of eager code: small enough for a CPU's cache; on an accelerator large enough to hide kernel launches.
-Results do not depend on them. No torch here: memory estimates use the same numbers.
+Results do not depend on the chunk sizes. No torch here: memory estimates use the same numbers.
 """
 
 
@@ -16,7 +16,7 @@ def logits_bytes(device_type: str) -> int:
     """Return the bytes of fp32 logits computed at a time: 64 MiB on a CPU, elsewhere 1 GiB.
 
     That is 128 or 2,048 tokens of a vocabulary of 128k. Each chunk reads and writes the fp32 gradient of the head once, and
-    reads its weight three times. With 2,048 rows the matrix product is compute-bound on any device.
+    reads the head's weight three times. With 2,048 rows the matrix product is compute-bound on any device.
     """
     return (64 if device_type == "cpu" else 1024) * 2**20
 

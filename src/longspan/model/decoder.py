@@ -33,7 +33,7 @@ from longspan.model.rope import apply_rotary, rotary_tables
 
 @dataclass(frozen=True)
 class WholeLayer:
-    """Attention that also runs the projections, and so never holds q, k, v of all heads at once.
+    """Attention that also runs the projections, so that q, k, v of all heads never exist at once.
 
     `run(x, layer, rotate, mask)` takes x (B, T, E), the layer with its weights, `rotate` to apply rotary embedding to heads
     (B, heads, T, D), and the name of the layer's mask. Returns (B, T, E), after the output projection.
@@ -49,7 +49,7 @@ Recompute = Literal["none", "block", "full"]
 SAVED_OPS = ("longspan::attention_forward",)
 _RESIDUAL = ("o_proj", "down_proj")
 
-# Experts are an FSDP2 unit inside a block. Its profiler markers in recomputation differ from those in forward.
+# Experts are an FSDP2 unit inside a decoder block. The unit's profiler markers differ between recomputation and forward.
 SAC_IGNORED_OPS |= {
     torch.ops.profiler._record_function_enter_new.default,
     torch.ops.profiler._record_function_exit._RecordFunction,
@@ -67,10 +67,10 @@ class Decoder(nn.Module):
     default: forward of the attention executor, so that recomputation repeats no communication.
 
     dropout: probability of residual dropout after attention and MLP, in training mode. The mask follows from `seed` and the
-    token's global number (see `TokenDropout`). seed: also of the initial weights.
+    token's global number (see `TokenDropout`). `seed` also determines the initial weights.
 
-    part: the layers of a pipeline stage, such as range(0, 4). Parameter names stay those of the whole model. The first stage
-    has the embedding; the last has norm and head (and a copy of the embedding, if tied).
+    part: the layers of a pipeline stage, such as range(0, 4). Parameter names stay those of the complete model. The first
+    stage has the embedding; the last stage has norm and head (and a copy of the embedding, if tied).
 
     To build on the meta device, call `to_empty` and then `init_weights`: the weights equal those of the constructor.
     """
@@ -135,7 +135,7 @@ class Decoder(nn.Module):
                 raise SpecError(
                     f"position_ids are {tuple(position_ids.shape)} {position_ids.dtype}, "
                     f"input_ids {tuple(input_ids.shape)}",
-                    hint="both must be (batch, slots), positions torch.int64 and sharded like the ids",
+                    hint="both must be (batch, slots); positions must be torch.int64 and sharded like the ids",
                 )
             assert self.embed_tokens is not None, "the stage of the first layer has the embedding"
             x = self.embed_tokens(input_ids.masked_fill(position_ids < 0, 0))
@@ -153,7 +153,7 @@ class Decoder(nn.Module):
         return [self.layers[layer] for layer in self.part]  # type: ignore[misc]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return logits (B, T, vocab_size) of hidden states (B, T, E), in their dtype. To train, pass labels to `forward`."""
+        """Return logits (B, T, vocab_size) of hidden states (B, T, E), in the same dtype. To train, pass labels to `forward`."""
         logits: Tensor = F.linear(hidden, self.head_weight) if self.lm_head is None else self.lm_head(hidden)
         return logits
 
@@ -166,10 +166,10 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise all weights: normal(0, init_std), norms 1. An element depends on the seed, the parameter's name and its
-        index in the whole parameter alone, so shards match the unsharded model.
+        """Initialise all weights: normal(0, init_std), norms 1. An element depends only on the seed, the parameter's name and the
+        element's index in the unsharded parameter, so shards match the unsharded model.
 
-        Projections onto the residual stream (`o_proj`, `down_proj`) use `init_std / sqrt(2 * num_layers)`, as GPT-2 (Radford
+        Projections onto the residual stream (`o_proj`, `down_proj`) use `init_std / sqrt(2 * num_layers)`, as in GPT-2 (Radford
         et al., 2019, section 2.3).
         """
         residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
@@ -225,7 +225,7 @@ class Block(nn.Module):
         """Map x (B, T, E) to (B, T, E). cos, sin (B, 1, T, D) in fp32 or fp64; tokens, routing as in `Decoder.forward`."""
         if cos.dtype not in (torch.float32, torch.float64):
             raise SpecError(
-                f"rotary tables reached a block as {cos.dtype}: a wrapper casts the inputs of the modules it wraps",
+                f"the rotary tables that reached a decoder block are {cos.dtype}: a wrapper casts the inputs of its modules",
                 hint="with FSDP2 use MixedPrecisionPolicy(param_dtype=..., cast_forward_inputs=False)",
             )
         if self.recompute == "none" or not torch.is_grad_enabled():
@@ -321,6 +321,6 @@ class _Embedding(nn.Embedding):
 
 
 def _policy(saved_ops: tuple[str, ...], ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Match operators by "namespace::name", any overload: they need no import here."""
+    """Match operators by "namespace::name", any overload, so that no import of the operators is needed."""
     is_saved = op.name().partition(".")[0] in saved_ops
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,5 +1,5 @@
-"""Counter-based dropout keyed by a token's global number: the same in recomputation and on any rank.
-No mask is stored between forward and backward: it is generated again.
+"""Counter-based dropout keyed by a token's global number: the mask is the same in recomputation and on any rank.
+No mask is stored between forward and backward: the mask is generated again.
 """
 
 from typing import Any
@@ -13,10 +13,10 @@ from longspan.model.philox import check_keep, keep
 
 
 class TokenDropout(nn.Module):
-    """Set elements to 0 with probability `p` and multiply the others by `1 / (1 - p)`, in training mode.
+    """Set elements to 0 with probability `p` and multiply the other elements by `1 / (1 - p)`, in training mode.
 
-    The mask depends on `seed`, `site`, the token's global number and the feature's index alone (see `philox.keep`).
-    Every dropout module of a model needs a `site` of its own. Raises SpecError: p outside [0, 1).
+    The mask depends only on `seed`, `site`, the token's global number and the feature's index (see `philox.keep`).
+    Every dropout module of a model needs a different `site`. Raises SpecError: p outside [0, 1).
     """
 
     def __init__(self, p: float, seed: int, site: int) -> None:
@@ -41,7 +41,7 @@ class TokenDropout(nn.Module):
 
 
 class _Drop(torch.autograd.Function):
-    """Apply the same mask in forward and backward: dropout is linear in x and its own transpose."""
+    """Apply the same mask in forward and backward: dropout is linear in x and equals its transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor, p: float, seed: int, site: int) -> Tensor:

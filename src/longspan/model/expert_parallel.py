@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank of the EP axis holds whole experts, an equal share of every layer's."""
+"""Expert parallelism: each rank of the EP axis holds complete experts, an equal number of every layer's experts."""
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh

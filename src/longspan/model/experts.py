@@ -37,20 +37,20 @@ class Routing:
     group: dist.ProcessGroup | None
     """Group of the ranks that share this micro-batch; None if this rank holds all of it."""
     scale: Tensor | float
-    """Factor of the balance loss's gradient, beside `balance`. Read in backward, so a tensor may be filled until then."""
+    """Factor of the balance loss's gradient, in addition to `balance`. Backward reads it: a tensor may be filled until then."""
     sums: dict[int, Tensor] = field(default_factory=dict)
     """Balance loss sum over this rank's tokens by layer index, detached, in fp32 (fp64 for fp64). Overwritten, not
     accumulated, so that a recomputed layer counts once. Empty if `balance` is 0."""
     slots: Tensor | None = None
-    """int64 (N,): indices of `live` slots in the flattened B * T. Default: each layer computes them, with a device sync."""
+    """int64 (N,): indices of `live` slots in the flattened B * T. Default: computed by each layer, with a device sync."""
 
 
 class MixtureOfExperts(nn.Module):
     """`out_t = sum_i w_ti expert_i(x_t) + shared(x_t)` over the `top_k` most probable experts i of the router.
 
     The router computes `p_t = softmax(gate x_t)` in fp32 (fp64 for fp64); ties go to the expert with the lower index.
-    `w_ti` is `p_ti`, with `normalise` divided by the sum over the chosen experts. A token's experts are summed in the order
-    of their probabilities, whichever rank holds them.
+    `w_ti` is `p_ti`; with `normalise`, `p_ti` / the sum of `p_t` over the chosen experts. A token's expert outputs are summed
+    in the order of their probabilities, whichever rank holds the experts.
 
     The balance loss of a unit u of n_u tokens is that of Switch Transformer (Fedus et al., 2021, arXiv:2101.03961, eq. 4
     to 6) for top_k experts per token; over documents it is the sequence-wise loss of DeepSeek-V3 (arXiv:2412.19437, eq. 17
@@ -59,7 +59,7 @@ class MixtureOfExperts(nn.Module):
 
         S = sum_u n_u aux_u = sum_t X sum_e f_u(t)e p_te
 
-    The counts in f have no gradient and are summed over `routing.group`. Each rank adds the part of its own tokens, so
+    The counts in f have no gradient and are summed over `routing.group`. Each rank adds the part of this rank's tokens, so
     gradients summed over ranks do not depend on the sharding. In backward S has the gradient `balance * routing.scale`,
     independent of the gradient of the output. `routing.sums[layer]` holds this rank's part of S.
 
@@ -74,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         if (config.experts.shared_intermediate_size > 0) != (shared is not None):
             raise SpecError(
                 f"shared_intermediate_size is {config.experts.shared_intermediate_size}, but shared is {type(shared).__name__}",
-                hint="pass a shared expert of that size, or None for size 0",
+                hint="pass a shared expert of shared_intermediate_size, or None for size 0",
             )
         self.config = config.experts
         self.layer = layer
@@ -83,9 +83,9 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert = shared
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        """Map x (B, T, E) to (B, T, E). Padding slots give output 0 and gradient 0, whatever their values.
+        """Map x (B, T, E) to (B, T, E). Padding slots give output 0 and gradient 0, whatever their values are.
 
-        Collective over `experts.group` and, with a balance loss, over `routing.group`, also on ranks without a token.
+        Collective over `experts.group` and, with a balance loss, over `routing.group`. Ranks without a token must also call.
         Raises SpecError: `routing` and `x` differ in (B, T).
         """
         if not x.shape[:2] == routing.live.shape == routing.unit.shape:
@@ -157,9 +157,9 @@ class Experts(nn.Module):
     A rank sends the rows of experts on other ranks (dispatch), and returns the results of received rows (combine). With
     `n_re` rows of rank r for expert e, one forward sends exactly `E * (sum of n_re over experts of other ranks + sum of
     n_qe over other ranks q and own experts)` elements; backward sends as many (twice as many if it recomputes forward).
-    With T tokens per rank, routed evenly over ep ranks, that is `2 T top_k E (ep - 1) / ep`.
+    With T tokens per rank and balanced routing over ep ranks, forward sends `2 T top_k E (ep - 1) / ep` elements.
 
-    The host syncs with the device once, for the sizes to send. On one rank with `one_kernel` it never syncs.
+    The host syncs with the device once, for the sizes to send. On one rank with `one_kernel` the host never syncs.
     """
 
     group: dist.ProcessGroup | None = None
@@ -178,8 +178,8 @@ class Experts(nn.Module):
         ranks, num_local = rank_and_size(self.group)[1], len(down)
         if ranks * num_local != len(counts):
             raise SpecError(
-                f"{len(counts)} experts are not {num_local} on each of {ranks} ranks",
-                hint="ep must divide num_experts; set group, and keep only this rank's experts in dim 0",
+                f"{len(counts)} experts cannot be {num_local} on each of {ranks} ranks",
+                hint="choose an ep that divides num_experts, set group, and keep only this rank's experts in dim 0",
             )
         if ranks == 1:
             return _feed_forwards(rows, counts, gate_up, down)
@@ -196,7 +196,7 @@ class Experts(nn.Module):
 
 def one_kernel(rows: Tensor, intermediate_size: int) -> bool:
     """Whether `F.grouped_mm` computes all experts in one kernel, with offsets read on the device: bf16 on CUDA, compute
-    capability 8.0 or more, row sizes in multiples of 16 bytes. Elsewhere it loops over experts on the host."""
+    capability 8.0 or more, row sizes in multiples of 16 bytes. Otherwise a host loop computes one expert at a time."""
     return (
         rows.dtype == torch.bfloat16
         and rows.device.type == "cuda"
@@ -209,7 +209,7 @@ def one_kernel(rows: Tensor, intermediate_size: int) -> bool:
 class _Take(torch.autograd.Function):
     """Repeat each row of `x` (N, E) `copies` times and permute the N * copies rows by `order`.
 
-    Backward sums the copies of a row in a fixed order and in wide precision, unlike that of `index_select`.
+    Backward sums the copies of a row in a fixed order and in wide precision, unlike the backward of `index_select`.
     """
 
     @staticmethod

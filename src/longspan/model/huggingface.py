@@ -1,5 +1,5 @@
 """Read and write Hugging Face Llama folders (config.json and safetensors), without transformers.
-An option of a folder that longspan does not implement raises an error with its name; none is dropped silently."""
+An option of a folder that longspan does not implement raises an error that names the option; none is ignored."""
 
 import json
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ _FIELDS = {  # ModelConfig field: entry of config.json
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}  # those of LlamaConfig
+_DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}  # defaults of LlamaConfig
 _SCALING_FIELDS = {
     "factor": "factor",
     "low_freq_factor": "low_freq_factor",
@@ -77,8 +77,8 @@ def load_pretrained(
 
 @torch.no_grad()
 def load_weights(model: Decoder, path: str | Path) -> None:
-    """Read the weights of a folder into a model of the same shape. Only the local part of sharded parameters and of a
-    pipeline stage is read. Raises SpecError: see `load_pretrained`."""
+    """Read the weights of a folder into a model of the same shape. A rank reads only the local part of sharded parameters
+    and only its pipeline stage. Raises SpecError: see `load_pretrained`."""
     places: dict[Path, list[tuple[str, nn.Parameter]]] = {}
     files = _files(Path(path), model.config)
     for name, parameter in model.named_parameters():
@@ -100,10 +100,10 @@ def save_pretrained(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model` as a folder for transformers (4 and 5) and `load_pretrained`. Call it on one rank.
+    """Write `model` as a folder for transformers (4 and 5) and `load_pretrained`. Call on one rank.
 
-    state_dict: gathered weights by `Decoder` names, if those of `model` are sharded. max_shard_bytes: limit of weights
-    per file; a larger tensor gets a file of its own. extra: further entries of config.json, such as
+    state_dict: gathered weights by `Decoder` names, required if the weights of `model` are sharded. max_shard_bytes: limit of
+    weights per file; a larger tensor gets a separate file. extra: further entries of config.json, such as
     `max_position_embeddings` or `eos_token_id`; token ids default to null.
 
     Raises SpecError: windows, QK-norm or experts, which a Llama folder cannot describe; sharded weights; a folder that
@@ -117,7 +117,9 @@ def save_pretrained(
     entries = _config_entries(model.config, state["embed_tokens.weight"].dtype, extra or {})
     path.mkdir(parents=True, exist_ok=True)
     if stale := sorted(file.name for file in path.glob("*.safetensors*")):
-        raise SpecError(f"{path} already holds weights: {_first(stale)}", hint="save to a new folder, or remove them")
+        raise SpecError(
+            f"{path} already holds weights: {_first(stale)}", hint="save to a new folder, or remove these files"
+        )
     shards = _split({_theirs(name): tensor for name, tensor in state.items()}, max_shard_bytes)
     files = [WEIGHTS] if len(shards) == 1 else [_shard_name(i, len(shards)) for i in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
@@ -126,7 +128,7 @@ def save_pretrained(
         total = sum(tensor.nbytes for tensor in state.values())
         weight_map = {key: file for file, shard in zip(files, shards, strict=True) for key in shard}
         _write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    _write_json(path / CONFIG, entries)  # last, so that a partly written folder does not load
+    _write_json(path / CONFIG, entries)  # written last, so that a partly written folder does not load
 
 
 def read_config(path: str | Path) -> ModelConfig:
@@ -146,18 +148,20 @@ def read_config(path: str | Path) -> ModelConfig:
     try:
         return ModelConfig(**fields, **_rope_fields(file, entries))
     except ValidationError as error:
-        raise SpecError(f"{file}: {error}", hint=f"field of ModelConfig: entry of the file: {_FIELDS}") from error
+        raise SpecError(
+            f"{file}: {error}", hint=f"change the entries of the file; by ModelConfig field they are {_FIELDS}"
+        ) from error
 
 
 def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Read `rope_theta` and `rope_scaling` as transformers 5 (both in `rope_parameters`) or 4 (separate) write them."""
+    """Read `rope_theta` and `rope_scaling`: in `rope_parameters` for transformers 5, two separate entries for 4."""
     new, old = entries.get("rope_parameters") or {}, entries.get("rope_scaling") or {}
     rope = old | new
     thetas = {value for value in (entries.get("rope_theta"), rope.get("rope_theta")) if value is not None}
     if len(thetas) > 1 or (new and old and old != {key: new.get(key) for key in old}):
         raise SpecError(
             f"{file}: rope_parameters {new} contradicts rope_theta {entries.get('rope_theta')}, rope_scaling {old}",
-            hint="keep rope_parameters, the newer format, and remove the others",
+            hint="keep rope_parameters, the newer format, and remove rope_theta and rope_scaling",
         )
     if rope.get("partial_rotary_factor", 1) != 1:
         raise SpecError(
@@ -192,7 +196,9 @@ def _config_entries(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str,
         "rope_scaling": scaling and {"rope_type": "llama3", **_translate(scaling, _SCALING_FIELDS)},
     }
     if taken := sorted(entries.keys() & extra.keys()):
-        raise SpecError(f"extra would override {taken}, which follow from the model's config", hint="leave them out")
+        raise SpecError(
+            f"extra would override {taken}, which follow from the model's config", hint="leave these keys out of extra"
+        )
     return entries | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None} | dict(extra)
 
 
@@ -202,26 +208,30 @@ def _translate(record: BaseModel, fields: Mapping[str, str]) -> dict[str, Any]:
 
 def _check_state(model: Decoder, state: Mapping[str, Tensor]) -> None:
     wanted = {name: tuple(parameter.shape) for name, parameter in model.state_dict().items()}
-    wrong = [
-        name
-        for name in wanted.keys() | state.keys()
-        if name not in state or tuple(state[name].shape) != wanted.get(name)
-    ]
+    wrong = []
+    for name in sorted(wanted.keys() | state.keys()):
+        if name not in state:
+            wrong.append(f"{name} is missing")
+        elif name not in wanted:
+            wrong.append(f"{name} is unexpected")
+        elif tuple(state[name].shape) != wanted[name]:
+            wrong.append(f"{name} has shape {tuple(state[name].shape)}, not {wanted[name]}")
     if wrong:
         raise SpecError(
-            f"state_dict does not match the model: {_first(sorted(wrong))}", hint="give every tensor, unsharded"
+            f"state_dict does not match the model: {_first(wrong)}",
+            hint="give every tensor of the model, with unsharded shapes, and no other",
         )
     sharded = [name for name, tensor in state.items() if isinstance(tensor, DTensor) or tensor.is_meta]
     if sharded:
         raise SpecError(
             f"weights are sharded or on the meta device: {_first(sharded)}",
-            hint="gather them and pass state_dict: torch.distributed.checkpoint.state_dict.get_model_state_dict "
+            hint="gather the weights and pass state_dict: torch.distributed.checkpoint.state_dict.get_model_state_dict "
             "with StateDictOptions(full_state_dict=True)",
         )
 
 
 def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
-    """Return the file and the key in it of every parameter of the whole model, by `Decoder` name."""
+    """Return, by `Decoder` name, the (file, key in the file) of every parameter of the complete model."""
     with torch.device("meta"):
         wanted = {name: tuple(tensor.shape) for name, tensor in Decoder(config).state_dict().items()}
     found: dict[str, tuple[Path, str]] = {}
@@ -236,12 +246,12 @@ def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
                 if name not in wanted:
                     unexpected.append(key)
                 elif shape != wanted[name]:
-                    misshapen.append(f"{key} {shape} for {wanted[name]}")
+                    misshapen.append(f"{key} has shape {shape}, not {wanted[name]}")
     missing = [_theirs(name) for name in wanted if name not in found]
-    for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", misshapen)):
+    for what, names in (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", misshapen)):
         if names:
             raise SpecError(
-                f"{path}: {len(names)} tensors are {what}: {_first(names)}",
+                f"{path}: {what} tensors, {len(names)}: {_first(names)}",
                 hint=f"{CONFIG} and the weights must belong to one model; tie_word_embeddings is {config.tie_embeddings}",
             )
     return found

@@ -1,5 +1,5 @@
-"""Cross-entropy summed over tokens in chunks, so that the logits of a whole shard never exist at once.
-Also the factor that turns local sums into the mean over the global batch."""
+"""Cross-entropy summed over tokens in chunks, so that the logits of a complete shard never exist at once.
+Also computes the factor that turns local sums into the mean over the global batch."""
 
 import warnings
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from longspan.names import IGNORED
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's rows of a vocab-parallel head: from row `start` on, out of `size` rows over the ranks of `group`."""
+    """This rank's rows of a vocab-parallel head: `start` is the first of them, `size` the rows on all ranks of `group`."""
 
     start: int
     size: int
@@ -41,13 +41,13 @@ def token_loss_sum(
     `logits_bytes`) and recomputed in backward. The gradient of `weight` is accumulated over chunks in fp32 (fp64 for fp64)
     and rounded once, so that its error does not grow with the sequence length.
 
-    Without a valid label, or without a token, the loss is exactly 0 with zero gradients, still attached to the graph: a
+    Without a valid label, or without a token, the loss is exactly 0 with zero gradients, still attached to the graph, so that a
     rank without targets takes part in every collective of backward.
 
-    vocab: `weight` (V_local, E) is this rank's part of the head; parts may be uneven or empty, and V is `vocab.size`.
+    vocab: `weight` (V_local, E) is this rank's part of the head; parts may differ in size or be empty, and V is `vocab.size`.
     Collective: all ranks of the group pass the same `hidden` and `labels` (global ids) and get the same sum. One all-gather
-    of 2 numbers per token combines the parts; logits are not communicated. The gradient of `hidden` is of this rank's part
-    alone: the caller sums it over the group. The gradient of `weight` is complete.
+    of 2 numbers per token combines the parts; logits are not communicated. The gradient of `hidden` is this rank's
+    contribution only, and the caller sums it over the group. The gradient of `weight` is complete.
 
     Raises SpecError: shapes or dtypes that do not match; a label outside [0, V) other than -100, checked only in eager code
     on the CPU, to avoid a device sync.
@@ -70,14 +70,14 @@ def mean_loss_scale(num_targets_global: int, group_size: int) -> float:
     """Return the factor of a rank's loss sum before `backward`: `group_size / num_targets_global`.
 
     `num_targets_global` counts the valid labels of the global batch: all ranks, all accumulated micro-batches.
-    FSDP2 and DDP average gradients over their `group_size` ranks, which the factor undoes:
+    FSDP2 and DDP divide summed gradients by `group_size`, the number of ranks. The factor cancels this division:
 
         mean over ranks of (local_sum * group_size / num_targets_global) = global_sum / num_targets_global
 
     With a wrapper that sums gradients, `group_size` is 1. The loss to log is the sum over ranks of
     `local_sum / num_targets_global`.
 
-    A batch without any target returns 0.0 with a warning: loss and gradients are 0, never NaN. Raises SpecError: a negative
+    For a batch without any target, warns and returns 0.0: loss and gradients are 0, never NaN. Raises SpecError: a negative
     `num_targets_global`, or `group_size` below 1.
     """
     if num_targets_global < 0 or group_size < 1:
@@ -105,7 +105,7 @@ class _TokenLossSum(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> Tensor:
         num_tokens, num_rows = hidden.shape[0], weight.shape[0]
-        # For this part of the vocabulary: the logsumexp, and the label's logit (0 if another part holds it).
+        # For this part of the vocabulary: the logsumexp, and the label's logit (0 if another part holds the label).
         part = torch.zeros(2, num_tokens, dtype=_wide(hidden), device=hidden.device)
         index, here = _columns(labels, start, num_rows)
         for rows in _chunks(num_tokens, chunk_tokens):
@@ -143,7 +143,7 @@ class _TokenLossSum(torch.autograd.Function):
 
 
 def _columns(labels: Tensor, start: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the column of each label (N,) in logits (N, num_rows) from row `start` on, (N, 1), and whether it is there, (N,)."""
+    """Return (columns (N, 1) of labels (N,) in logits (N, num_rows) that start at row `start`, whether a column exists (N,))."""
     index = labels - start
     here = (index >= 0) & (index < num_rows)
     return index.clamp(0, max(0, num_rows - 1))[:, None], here
@@ -179,13 +179,14 @@ def _check(hidden: Tensor, labels: Tensor, weight: Tensor, chunk_tokens: int | N
         raise SpecError(f"labels are {labels.dtype}", hint="use torch.int64")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise SpecError(
-            f"chunk_tokens {chunk_tokens} is below 1", hint="leave it out for 64 MiB of logits at a time, 1 GiB on CUDA"
+            f"chunk_tokens {chunk_tokens} is below 1",
+            hint="leave chunk_tokens out for 64 MiB of logits at a time, 1 GiB on CUDA",
         )
     size = weight.shape[0] if vocab is None else vocab.size
     if vocab is not None and not 0 <= vocab.start <= size - weight.shape[0]:
         raise SpecError(
-            f"{weight.shape[0]} rows from row {vocab.start} on exceed a head of {size} rows",
-            hint="set start to this rank's first row in the whole head, and size to the rows of the whole head",
+            f"{weight.shape[0]} rows that start at row {vocab.start} exceed a head of {size} rows",
+            hint="set start to this rank's first row in the complete head, and size to the rows of the complete head",
         )
     if labels.device.type == "cpu" and not torch.compiler.is_compiling():
         wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= size))]

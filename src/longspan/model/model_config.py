@@ -1,5 +1,5 @@
 """The architecture of a decoder as a frozen, validated record.
-It holds what determines the parameters and the masks of the layers, and nothing that may change between runs."""
+The record holds the values that determine parameters and layer masks, and no value that may change between runs."""
 
 from typing import Literal
 
@@ -14,7 +14,7 @@ class Llama3RopeScaling(BaseModel):
 
     Wavelengths up to `original_max_positions / high_freq_factor` tokens are kept. Wavelengths from
     `original_max_positions / low_freq_factor` on are multiplied by `factor`. In between, frequencies are interpolated.
-    The table depends on the configuration alone, not on the length of a batch.
+    The table depends only on the configuration, not on the length of a batch.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -38,10 +38,10 @@ class Llama3RopeScaling(BaseModel):
 class ExpertsConfig(BaseModel):
     """A mixture of experts in place of every layer's feed-forward. See `longspan.model.MixtureOfExperts`.
 
-    Each token is routed to the `top_k` most probable of `num_experts` experts, each of `intermediate_size`. If
+    Each token is routed to the `top_k` most probable of `num_experts` experts; each expert has `intermediate_size`. If
     `shared_intermediate_size` is above 0, a shared expert of that size sees every token. With `normalise`, the weights of
-    a token's experts are divided by their sum; otherwise they are the router's probabilities. `balance` is the coefficient of
-    the auxiliary balance loss (0 for none), computed over the global micro-batch ("batch") or over each document.
+    a token's experts are divided by their sum; else the weights are the router's probabilities. `balance` is the coefficient
+    of the auxiliary balance loss (0 for none), computed over the global micro-batch ("batch") or over each document.
 
     Raises `pydantic.ValidationError`: see `ModelConfig`.
     """
@@ -146,7 +146,7 @@ class ModelConfig(BaseModel):
         if hidden_size % num_heads:
             raise SpecError(
                 f"hidden_size {hidden_size} is not a multiple of {num_heads} heads",
-                hint="change one of them, or set head_dim",
+                hint="change hidden_size or num_heads, or set head_dim",
             )
         return int(hidden_size // num_heads)
 
@@ -157,7 +157,7 @@ class ModelConfig(BaseModel):
                 "neither intermediate_size nor experts is given"
                 if self.experts is None
                 else f"both intermediate_size {self.intermediate_size} and experts are given, "
-                "which replace it in every layer",
+                "but experts replace the feed-forward in every layer",
                 hint="give intermediate_size for dense layers, or experts with its own intermediate_size",
             )
         if self.num_heads % self.num_kv_heads:

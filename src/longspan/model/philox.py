@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a number depends on its index alone, not on earlier draws or on the rank.
+"""Counter-based random numbers: a number depends only on its index, not on earlier draws or on the rank.
 Weights and dropout masks are therefore the same however a tensor or a sequence is sharded.
 
 Philox4x32-10 (Salmon, Moraes, Dror, Shaw, 2011, "Parallel random numbers: as easy as 1, 2, 3", section 3.3) maps a
@@ -34,15 +34,15 @@ def normal(
 ) -> Tensor:
     """Return the values in `region` of a tensor of `shape` drawn from normal(0, std).
 
-    region: for each dim a slice with start and stop in the global tensor. An element depends on `seed`, `name` and its
-    flat index in the global tensor (below 2**63) alone, so any split into regions gives the same numbers. They are computed
+    region: for each dim a slice with start and stop in the global tensor. An element depends only on `seed`, `name` and
+    its flat index in the global tensor (below 2**63), so any split into regions gives the same numbers. Numbers are computed
     in fp64 by the transform of Box and Muller (1958) and rounded to `dtype` at the end; none exceeds 6.8 std.
     For the size of temporaries see `chunk_elements`. Raises SpecError: a region outside the shape.
     """
     bounds = _bounds(shape, region)
     sizes = [stop - start for start, stop in bounds]
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    # A run is a range of consecutive elements: the last dims that are taken whole, and the dim before them.
+    # A run is a contiguous range of elements: the trailing dims that are taken in full, and the dim before these.
     dim = max((d for d in range(1, len(shape)) if sizes[d] != shape[d]), default=0)
     outer, length = sizes[:dim], math.prod(sizes[dim:])
     base = sum(start * stride for (start, _), stride in zip(bounds, strides, strict=True))
@@ -61,8 +61,8 @@ def normal(
 def keep(tokens: Tensor, hidden_size: int, p: float, *, seed: int, site: int) -> Tensor:
     """Return which elements survive dropout: bool (*tokens.shape, hidden_size), True with probability 1 - p.
 
-    tokens: global token numbers, int64, not negative. An element depends on `seed` (below 2**64), `site` (below 2**32; one
-    for each dropout module), its token's number and its feature index alone. p is rounded to steps of 2**-32. Temporaries
+    tokens: global token numbers, int64, not negative. An element depends only on `seed` (below 2**64), `site` (below
+    2**32; one for each dropout module), its token's number and its feature index. p is rounded to steps of 2**-32. Temporaries
     take about 18 bytes per element. Raises SpecError: p outside [0, 1), or seed or site out of range.
     """
     check_keep(p, seed, site)
@@ -77,7 +77,7 @@ def check_keep(p: float, seed: int, site: int) -> None:
     """Raise SpecError if `p`, `seed` or `site` is out of range for `keep`."""
     if not 0 <= p < 1:
         raise SpecError(
-            f"dropout {p} is outside [0, 1)", hint="p is the probability of dropping an element; 0 turns it off"
+            f"dropout {p} is outside [0, 1)", hint="p is the probability of dropping an element; p=0 turns dropout off"
         )
     if not 0 <= seed < 2**64 or not 0 <= site < 2**32:
         raise SpecError(f"seed {seed} must be in [0, 2**64) and site {site} in [0, 2**32)")
@@ -88,7 +88,7 @@ def philox(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return four random words for each counter (c0, c1, c2, c3). Words are in [0, 2**32); tensors of words are int64.
 
-    Written in integer operations of every device: torch 2.13 has no CPU kernel of `aten::_philox_uniform` and the like.
+    Uses integer operations that every device has: torch 2.13 has no CPU kernel of `aten::_philox_uniform` and similar.
     """
     k0, k1 = key
     for _ in range(ROUNDS):
@@ -107,7 +107,7 @@ def _mix(product: Tensor, word: Word, key: int) -> Tensor:
 def _normals(first: Tensor, width: int, key: tuple[int, int]) -> Tensor:
     """Return standard normal numbers (rows, width) in fp64, for flat indices that count up from `first` (rows,)."""
     shift = (first & 3)[:, None]
-    # Blocks of four words that a row covers at most: it may start at the last word of a block.
+    # Maximum of 4-word counters that a row covers: a row may start at a counter's last word.
     blocks = (first >> 2)[:, None] + torch.arange((width + 6) // 4, device=first.device)
     # In (0, 1), without the ends: log(0) does not occur.
     u = [(word + 0.5) * 2.0**-32 for word in map(Tensor.double, philox(blocks & MASK, 0, blocks >> 32, 0, key=key))]
@@ -123,7 +123,7 @@ def _key(seed: int, name: str) -> tuple[int, int]:
 
 
 def _pieces(num_runs: int, length: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Cut (num_runs, length) into pieces of about `size` elements."""
+    """Split (num_runs, length) into pieces of about `size` elements."""
     width = min(length, size)
     height = max(1, size // (width + 6))
     for row in range(0, num_runs, height):

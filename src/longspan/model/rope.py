@@ -1,5 +1,5 @@
 """Rotary position embedding from explicit positions (Su et al., 2021, arXiv:2104.09864, eq. 34; Llama's order of dims).
-Tables are computed from the given positions, so a shard of any layout gets the rows of its tokens in the whole sequence.
+Tables are computed from the given positions, so a shard of any layout gets the table rows of its own tokens.
 """
 
 import math
@@ -13,7 +13,7 @@ from longspan.model.model_config import Llama3RopeScaling, ModelConfig
 def rotary_tables(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return `(cos, sin)`, each `(B, 1, T, D)`, for int64 positions `(B, T)`; padding slots, at -1, give finite values.
 
-    In fp64 for `dtype` fp64, else in fp32, bit for bit equal to Hugging Face Llama's.
+    The tables are fp64 for `dtype` fp64, else fp32, and equal Hugging Face Llama's bit for bit.
     """
     dtype = torch.float64 if dtype == torch.float64 else torch.float32
     frequencies = _inverse_frequencies(config, dtype, position_ids.device)
@@ -23,7 +23,7 @@ def rotary_tables(position_ids: Tensor, config: ModelConfig, dtype: torch.dtype)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `x (B, heads, T, D)` by the tables, in their dtype, and return it in the dtype of `x`.
+    """Rotate `x (B, heads, T, D)` by the tables, in the dtype of the tables. Returns the dtype of `x`.
 
     Dim `d` pairs with `d + D/2`:  D=4:  [x0 x1 x2 x3]  ->  [x0 x1 x2 x3] cos + [-x2 -x3 x0 x1] sin
     """
@@ -38,7 +38,7 @@ def _inverse_frequencies(config: ModelConfig, dtype: torch.dtype, device: torch.
 
 
 def _scale_llama3(frequencies: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Scale frequencies as `apply_scaling` in meta-llama/llama-models, models/llama3/model.py.
+    """Scale frequencies as does `apply_scaling` in meta-llama/llama-models, models/llama3/model.py.
 
     With wavelength `w = 2 pi / f` and `s = (L / w - low) / (high - low)` clamped to [0, 1]:
     `f' = (1 - s) f / factor + s f`.

@@ -4,9 +4,9 @@
       norm -> all-gather T -> q k v of half of the heads -> attention -> o_proj -> reduce-scatter T -> + x
       norm -> all-gather T -> half of gate and up                     -> down   -> reduce-scatter T -> + x
 
-Without sequence parallelism x is whole on every rank, and an all-reduce replaces each reduce-scatter (Korthikanti et al.,
+Without sequence parallelism every rank holds all of x, and an all-reduce replaces each reduce-scatter (Korthikanti et al.,
 2022, arXiv:2205.05198, section 4.2). With T slots in the CP shard, a layer moves `4 B T E (tp - 1) / tp` elements per rank in
-forward and as many in backward: four collectives each, where an all-reduce counts as two.
+forward and as many in backward. Each direction has four collectives; an all-reduce counts as two.
 """
 
 from functools import partial
@@ -67,7 +67,7 @@ def _styles(
         of_tokens = SequenceParallel(sequence_dim=_SEQUENCE, use_local_output=True)
         styles |= {"input_layernorm": of_tokens, "post_attention_layernorm": of_tokens}
     if block.self_attn.q_norm is not None:
-        # One weight serves all heads, but a rank has some: its gradient is partial, as that of a norm over some tokens.
+        # One weight serves all heads, but a rank has some heads: its gradient is partial, as for a norm over some tokens.
         styles |= {
             f"self_attn.{name}_norm": SequenceParallel(sequence_dim=_HEADS, use_local_output=True) for name in "qk"
         }
@@ -95,7 +95,7 @@ def _loss_sum(
     hidden_placement: Shard | Replicate,
     vocab_size: int,
 ) -> Tensor:
-    """Return the loss of all T slots on every rank, each with its part of the vocabulary, without gathering logits."""
+    """Return the loss of all T slots on every rank. Each rank has a part of the vocabulary; logits are not gathered."""
     whole = DTensor.from_local(hidden, mesh, [hidden_placement], run_check=False).redistribute(placements=[Replicate()])
     assert isinstance(weight, DTensor), "the head was cut over the vocabulary"
     rows = weight.to_local()

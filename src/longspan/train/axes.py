@@ -87,9 +87,9 @@ def stages_of(config: TrainConfig, model: ModelConfig) -> list[range]:
 
 
 def pad_to_multiple_of(config: TrainConfig) -> int | None:
-    """Multiple to which each rank's local length is padded, or None.
+    """Multiple to which each rank's local sequence length is padded, or None.
 
-    SP needs a multiple of tp. A pipeline needs equal lengths in every micro-batch.
+    SP needs a multiple of tp. A pipeline needs equal lengths in all micro-batches.
     """
     parallel = config.parallel
     multiple = math.lcm(parallel.pad_to_multiple_of or 1, parallel.tp if parallel.sp else 1)

@@ -1,4 +1,4 @@
-"""Checkpoints through torch.distributed.checkpoint (DCP): weights, moments and loader state, loadable at any degrees.
+"""Checkpoints through torch.distributed.checkpoint (DCP): weights, moments and loader state, loadable at any parallel degrees.
 
     run_dir/checkpoints/step-00000030/    DCP shards, and run.json: step, loader, loss scale, model configuration
 
@@ -65,7 +65,7 @@ def newest(run_dir: Path) -> Path | None:
 
 
 def load(folder: Path, step: TrainStep) -> Progress:
-    """Load a checkpoint, saved at any degrees, into the model and optimizers of `step`. Collective over the world.
+    """Load a checkpoint, saved at any parallel degrees, into the model and optimizers of `step`. Collective over the world.
 
     Raises `CheckpointError` if the folder cannot be read or the model configuration differs.
     """
@@ -93,7 +93,7 @@ def load(folder: Path, step: TrainStep) -> Progress:
 def _states(step: TrainStep) -> list[dict[str, dict[str, Any]]]:
     """State dicts of the model and optimizer of each stage on this rank.
 
-    Names are those of the whole model, so that a checkpoint can be loaded at any degrees.
+    Names are those of the complete model, so that a checkpoint can be loaded at any parallel degrees.
     """
     pairs = zip(step.stages, step.optimizers, strict=True)
     return [dict(zip(("model", "optimizer"), get_state_dict(*pair, options=_FLAT), strict=True)) for pair in pairs]
@@ -138,7 +138,7 @@ def check_export(config: ModelConfig) -> None:
 
 
 def export(run_dir: Path, step: TrainStep) -> Path:
-    """Gather the weights on rank 0 and write a Hugging Face folder, replacing an older one. Collective."""
+    """Gather the weights on rank 0 and write a Hugging Face folder, which replaces an older folder. Collective."""
     whole = gather_whole(step.stages, step.meshes)
     folder = run_dir / "model"
     if dist.get_rank() == 0:

@@ -1,11 +1,11 @@
 """Speed of a run: tokens/s, FLOP/s and model FLOPs utilisation (MFU). No torch.
 
-    FLOPs = 6 x parameters that multiply x tokens  +  12 x query heads x head_dim x visible pairs, layer by layer
+    FLOPs = 6 x parameters that multiply x tokens  +  12 x query heads x head_dim x visible pairs, summed over layers
 
-The product of n rows with an (a, b) matrix is 2 n a b FLOPs; backward has two such products. Attention has 4 D FLOPs
-per pair and head in forward and twice that in backward. Recomputation, of layers or in a flash kernel, does not count.
-Definition of Chowdhery et al., 2022 (arXiv:2204.02311, appendix B), which counts all S x S pairs of a row instead of
-the visible ones.
+The product of n rows with an (a, b) matrix is 2 n a b FLOPs; backward has two such products. With head dim D, attention has
+4 D FLOPs per pair and head in forward and 8 D in backward. Recomputation of layers or in a flash kernel is not counted.
+Follows Chowdhery et al., 2022 (arXiv:2204.02311, appendix B), except that they count all S x S pairs of a row instead of
+the visible pairs.
 """
 
 import math
@@ -37,8 +37,8 @@ PEAKS: dict[tuple[str, ...], tuple[float, float]] = {
 """Words in a device's name -> (dense TFLOP/s in bf16 and fp16, TFLOP/s in fp32 without TF32) of one device.
 
 From the vendors' data sheets ("NVIDIA A100 Tensor Core GPU", "H100", "H200", "L40", "L40S", "Blackwell Architecture
-Technical Brief" for B200 and GB200, "AMD Instinct MI300X", "MI325X"). NVIDIA's figures from H100 on are with sparsity,
-and halved here. A name without a form factor ("NVIDIA H100 80GB HBM3") is the SXM module.
+Technical Brief" for B200 and GB200, "AMD Instinct MI300X", "MI325X"). NVIDIA's figures from H100 on assume sparsity
+and are halved here. A name without a form factor ("NVIDIA H100 80GB HBM3") is the SXM module.
 """
 
 
@@ -68,7 +68,7 @@ class Meter:
     """Peak FLOP/s of one device: see `peak_flops`."""
 
     def speed(self, tokens: int, pairs: int, seconds: float) -> Speed:
-        """Speed of all devices together. `pairs`: visible pairs of `tokens`, summed over layers."""
+        """Return the speed of all devices together. `pairs`: visible pairs of `tokens`, summed over layers."""
         each = seconds * self.devices
         done = step_flops(self.model, tokens, pairs)
         full = step_flops(self.model, tokens, tokens * self.seq_len * self.model.num_layers)
@@ -83,7 +83,7 @@ class Meter:
 
 
 def step_flops(model: ModelConfig, tokens: int, pairs: int) -> int:
-    """FLOPs of forward and backward on all devices together. `pairs`: visible pairs, summed over layers."""
+    """Return the FLOPs of forward and backward on all devices together. `pairs`: visible pairs, summed over layers."""
     return 6 * multiplying_parameters(model) * tokens + 12 * model.num_heads * model.head_dim * pairs
 
 

@@ -1,6 +1,6 @@
 """One rank's part of a micro-batch: the inputs of a decoder.
 
-Batch -> masks, layout and plans -> shard over cp -> under sp, cut what goes with hidden states over tp
+Batch -> masks, layout and plans -> shard over cp -> under sp, shard tokens and routing over tp
 """
 
 from collections import Counter

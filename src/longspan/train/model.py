@@ -17,7 +17,7 @@ def make_model(config: TrainConfig, device: torch.device | str = "cpu") -> Decod
 
 
 def meta_model(config: TrainConfig, part: range | None = None) -> Decoder:
-    """Make the decoder, or the layers `part` of a pipeline stage, on the meta device."""
+    """Make the decoder on the meta device, or only a pipeline stage's layers `part`."""
     with torch.device("meta"):
         model = Decoder(
             model_config(config), recompute=config.recompute, dropout=config.dropout, seed=config.seed, part=part

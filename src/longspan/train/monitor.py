@@ -28,8 +28,8 @@ OF_RANKS = (
 
 
 class Monitor:
-    """Writes and shows the numbers passed to `step` and `evaluation`. Does nothing with `writes=False`, for ranks other
-    than 0.
+    """Writes and shows the numbers passed to `step` and `evaluation`. Does nothing with `writes=False`, which ranks other
+    than 0 pass.
 
     `steps` is the number of steps of the run, `done` the number completed before a resume.
     """
@@ -119,7 +119,7 @@ def _evenness(balance: Balance) -> str:
 
 
 def _forget_after(metrics: Path, done: int) -> None:
-    """Drop the lines of steps after `done`, which this run repeats, and a truncated last line."""
+    """Drop a truncated last line, and the lines of steps after `done`: this run repeats these steps."""
     if not metrics.exists():
         return
     lines = [line for line in metrics.read_text().splitlines(keepends=True) if line.endswith("}\n")]

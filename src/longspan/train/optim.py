@@ -18,7 +18,7 @@ Tensor = torch.Tensor
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Make AdamW over all parameters, with weight decay on matrices only.
 
-    Each device mesh has its own parameter groups, because a foreach kernel cannot mix DTensors of different meshes.
+    Each device mesh has separate parameter groups, because a foreach kernel cannot mix DTensors of different meshes.
     """
     groups: dict[tuple[bool, DeviceMesh | None], list[Tensor]] = {}
     for p in (p for p in model.parameters() if p.requires_grad):
@@ -76,7 +76,8 @@ def update(
 ) -> float:
     """Unscale and clip the gradients, step at learning rate `rate`, and return the global norm before clipping.
 
-    `owned` are the parameters whose shards this rank counts in the norm: over all ranks of `group`, each element once.
+    `owned` are the parameters whose shards this rank adds to the norm. Over all ranks of `group`, each element is counted
+    exactly once.
     If the norm is not finite, the step is skipped and the loss scale is lowered. Collective over `group`.
     """
     device = next(p.device for optimizer in optimizers for g in optimizer.param_groups for p in g["params"])
@@ -98,10 +99,10 @@ def update(
 def global_norm(
     tensors: Iterable[Tensor], group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> float:
-    """2-norm of all tensors on all ranks of `group`. A DTensor counts with its local shard. Collective."""
+    """Return the 2-norm of all tensors on all ranks of `group`. A DTensor adds its local shard. Collective."""
     here = [_local(tensor) for tensor in tensors]
     norms = torch.stack(torch._foreach_norm(here)) if here else torch.zeros(0, device=device)
-    total = norms.double().square().sum()  # widen before squaring, against overflow
+    total = norms.double().square().sum()  # widen before squaring, to avoid overflow
     if group is not None:
         dist.all_reduce(total, group=group)
     return math.sqrt(float(total))

@@ -20,15 +20,15 @@ def pack_run(
     tokenised: Callable[[int], None] | None = None,
     packed: Callable[[int, int], None] | None = None,
 ) -> PackReport:
-    """Write the rows that a run of this configuration would read to a manifest, and return its report.
+    """Write the rows that a run of this configuration would read to a manifest, and return the manifest's report.
 
-    `tokenised` is called with the number of tokenised documents, `packed` as in `longspan.data.pack.pack`. Raises
-    `SpecError` for a configuration that cannot run, `DataError` for the corpus.
+    `tokenised` is called with the number of tokenised documents, and `packed` as by `longspan.data.pack.pack`. Raises
+    `SpecError` if the configuration cannot run, `DataError` if the corpus is invalid.
     """
     if config.data.manifest is not None:
         raise SpecError(
             f"data.manifest={config.data.manifest}: the rows of this configuration are already packed",
-            hint="remove it: --set data.manifest=none",
+            hint="remove the manifest: --set data.manifest=none",
         )
     model = None if config.model is None and config.init_from is None else model_config(config)
     planner = planner_of(config, model, topology_of(config))

@@ -32,7 +32,7 @@ def make_stages(config: TrainConfig, meshes: Meshes) -> list[nn.Module]:
 def wrap(model: Decoder, meshes: Meshes, config: TrainConfig) -> nn.Module:
     """Shard a model on the meta device over the ranks, allocate it and set its initial weights.
 
-    Compiles a block's own `forward`, inside the wrapper's hooks. FSDP2 sums gradients over ranks, DDP averages them.
+    Compiles the `forward` of each decoder block, inside the wrapper's hooks. FSDP2 sums gradients over ranks, DDP averages them.
     """
     device = torch.device(meshes.weights.device_type)
     if meshes.topology.tp > 1:
@@ -51,13 +51,13 @@ def wrap(model: Decoder, meshes: Meshes, config: TrainConfig) -> nn.Module:
 
 
 def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
-    """Apply FSDP2: one unit per block, and one for the experts of each block, which have their own mesh."""
+    """Apply FSDP2: one unit per block, and one for the experts of each block, which have a separate mesh."""
     low = TORCH_DTYPES[config.dtype] if DTYPES[config.dtype].mixed else None
     policy = MixedPrecisionPolicy(
         param_dtype=low, reduce_dtype=torch.float32 if low else None, cast_forward_inputs=False
     )
     shards = meshes.weights["replica", "shard"] if meshes.topology.dp_replicate > 1 else meshes.weights["shard"]
-    # Zero-bubble computes weight gradients in a later pass, which needs weights that a unit would have resharded.
+    # Zero-bubble computes weight gradients in a later pass. A unit that reshards would have freed the weights before this pass.
     kept = config.parallel.schedule == "zero-bubble"
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=False if kept else None)
     for block in model.blocks:
@@ -67,7 +67,7 @@ def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
     shard(model, mesh=shards)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            # Units have groups of different sizes, so averages would have different divisors.
+            # The groups of units differ in size, so averaged gradients would have different divisors.
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
 
@@ -79,10 +79,10 @@ def decoder_of(module: nn.Module) -> Decoder:
 
 
 def is_owner(parameter: Tensor, meshes: Meshes) -> bool:
-    """Whether this rank counts its shard of a parameter, so that each shard counts once over all ranks.
+    """Whether this rank counts its shard of a parameter in the norm. Exactly one rank counts each shard.
 
-    A plain tensor is replicated over all ranks of a stage. A DTensor's replicas follow from its placements, except
-    those over tp if the mesh has no tp axis.
+    A plain tensor is replicated over all ranks of a stage. A DTensor's placements give its replicas, except replicas over
+    tp if the mesh has no tp axis.
     """
     if not isinstance(parameter, DTensor):
         rank = {**_place(meshes.data), "pp": 0}

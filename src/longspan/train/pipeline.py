@@ -1,7 +1,7 @@
 """Run micro-batches through a pipeline with the schedules of torch.distributed.pipelining.
 
-Stages send only hidden states. Every rank has the positions, plans and labels, and looks them up by the micro-batch's
-index. All micro-batches have the same number of slots, because the receive buffers are allocated once.
+Stages send only hidden states. Every rank has the positions, plans and labels of all micro-batches, and looks these up
+by the micro-batch's index. All micro-batches have the same number of slots, because the receive buffers are allocated once.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,8 @@ class Pipeline:
     def __init__(
         self, modules: Sequence[nn.Module], meshes: Meshes, schedule: str, num_micros: int, ids: Tensor, hidden: Tensor
     ) -> None:
-        """`ids` (1, T) and `hidden` (1, T, E), on the meta device, give the shapes and dtypes that stages exchange."""
+        """Prepare the stages. `ids` (1, T) and `hidden` (1, T, E), on the meta device, give the shapes and dtypes that stages
+        exchange."""
         mesh = meshes.data["pp"]
         self.num_micros = num_micros
         self.device = torch.device(mesh.device_type)
@@ -76,7 +77,7 @@ class Pipeline:
         return loss_sum * self._factor
 
     def _sum_embedding_gradients(self, ends: dist.ProcessGroup) -> None:
-        """Sum the gradients of a tied embedding, of which the first and last stage hold a copy each."""
+        """Sum the gradients of the two copies of a tied embedding, on the first and the last stage."""
         for stage in self.stages:
             if stage.is_first or stage.is_last:
                 embedding = decoder_of(stage.submod).embed_tokens

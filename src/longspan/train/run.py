@@ -35,12 +35,12 @@ from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure, p
 class Summary(Speed):
     """Final numbers of a run. Losses, entropy and tokens are the same at every CP degree.
 
-    The speed excludes this process's first step, which warms caches and allocators up.
+    The speed excludes this process's first step, which warms up caches and allocators.
     """
 
     steps: int
     tokens: int
-    """Tokens of all steps, those before a resume included."""
+    """Tokens of all steps, including the steps before a resume."""
     ranks: int
     loss: float
     """Training loss of the last step, in nats per token."""
@@ -49,9 +49,9 @@ class Summary(Speed):
     unigram_entropy: float
     """Unigram entropy of the corpus, in nats per token."""
     pairs_imbalance: float
-    """Mean over steps of the largest / mean visible pairs of the ranks."""
+    """Imbalance of visible pairs: max / mean over ranks, averaged over steps."""
     time_imbalance: float
-    """Mean over steps of the largest / mean time that ranks worked in attention."""
+    """Imbalance of the time worked in attention: max / mean over ranks, averaged over steps."""
     run_dir: str
     axes: str = ""
     """Degrees above 1, such as "tp 2, cp 2"."""
@@ -67,9 +67,9 @@ def train(
     """Train in the world of a launcher such as torchrun, or start one process per rank. Returns the summary on rank 0,
     else None.
 
-    Raises `SpecError`, `DataError` or `CheckpointError` before a process starts if the configuration, the corpus or a
-    checkpoint is invalid. `progress` is called with the number of tokenised documents. `prepared`: whether the caller
-    has called `prepare`.
+    If the configuration, the corpus or a checkpoint is invalid, raises `SpecError`, `DataError` or `CheckpointError` before
+    a process starts. `progress` is called with the number of tokenised documents. `prepared`: whether the caller has
+    called `prepare`.
     """
     check_ranks(config)
     if not prepared:
@@ -113,7 +113,7 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
         if not config.resume and (config.run_dir / "model").exists():
             raise CheckpointError(
                 f"{config.run_dir / 'model'} exists: export would overwrite the weights of another run",
-                hint="choose another run_dir, remove that folder, or set export=false",
+                hint="choose another run_dir, remove this folder, or set export=false",
             )
     if folder is not None and not config.resume:
         raise CheckpointError(
@@ -223,7 +223,7 @@ def run(config: TrainConfig, *, quiet: bool = False) -> Summary | None:
 
 
 def meter_of(config: TrainConfig, device_type: str, devices: int) -> Meter:
-    """Make the meter of a run on `devices` devices of this rank's kind. MFU is None on CPU."""
+    """Make the speed meter of a run on `devices` devices of this rank's kind. MFU is None on CPU."""
     peak = peak_flops(torch.cuda.get_device_name(), config.dtype) if device_type == "cuda" else None
     return Meter(model_config(config), config.data.seq_len, devices, peak)
 

@@ -7,7 +7,7 @@ from longspan.train.train_config import TrainConfig
 def make_loader(config: TrainConfig, store: TokenStore, dp_rank: int, dp_size: int) -> Loader:
     """Make the loader of a data-parallel rank. All ranks of a CP, TP or PP group read the same rows.
 
-    With `parallel.dp` set, the rows of a step do not depend on `dp_size`, so that one process can read those of all
+    If `parallel.dp` is set, the rows of a step do not depend on `dp_size`, so that one process can read the rows of all
     ranks.
     """
     return Loader(

@@ -1,4 +1,4 @@
-"""One optimizer step under all parallel axes. `longspan verify` replays this step.
+"""One optimizer step under all parallel axes. `longspan verify` replays the same code.
 
     rows of this dp rank -> shard -> model (attention runs the plan) -> sum of token losses -> backward -> AdamW
 
@@ -91,12 +91,12 @@ class TrainStep:
     def backward(self, batches: Sequence[Batch]) -> tuple[float, int, int, float | None]:
         """Compute the gradients of the global mean loss x the loss scale, in place of earlier gradients.
 
-        Returns (mean loss, targets, tokens, balance loss or None), all global. Raises `SpecError` for dropout with
-        batches without `numbers`. Collective over all ranks.
+        Returns (mean loss, targets, tokens, balance loss or None), all global. Raises `SpecError` if dropout is
+        above 0 and a batch has no `numbers`. Collective over all ranks.
         """
         if self.config.dropout and any(batch.numbers is None for batch in batches):
             raise SpecError(
-                f"dropout={self.config.dropout} needs Batch.numbers, which a batch lacks",
+                f"dropout={self.config.dropout} needs Batch.numbers, but a batch has numbers=None",
                 hint="take batches from a Loader, or set Batch.numbers to each token's number in the run",
             )
         for optimizer in self.optimizers:
@@ -130,7 +130,7 @@ class TrainStep:
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch | None]) -> float:
-        """Return the mean loss over the valid tokens of all dp ranks' rows; None is no row. Collective."""
+        """Return the mean loss over the valid tokens of all dp ranks' rows. `batch` None: this rank has no row. Collective."""
         # FSDP's all-gathers need every rank, so a rank without a row runs one token that has no target.
         empty = Batch.from_documents([[0]])
         rows = [batch or empty for batch in batches]
@@ -159,7 +159,7 @@ class TrainStep:
                 stage.train()
 
     def _mean(self, total: torch.Tensor, targets: int) -> float:
-        """Sum of all ranks' losses / global number of targets; 0 if there are no targets. Collective."""
+        """Return the sum of all ranks' losses / global number of targets, or 0 without targets. Collective."""
         if self.meshes.data["tp"].get_local_rank():
             total = torch.zeros_like(total)  # every rank of a TP group holds the same sum
         dist.all_reduce(total)
@@ -177,7 +177,7 @@ class TrainStep:
         return experts.balance * float(total) / tokens
 
     def _sum_over_dp(self, counts: Sequence[int]) -> list[int]:
-        """Sum counts over dp ranks. The ranks of a CP, TP or PP group hold equal counts, of the same global row."""
+        """Sum counts over dp ranks. All ranks of a CP, TP or PP group hold the counts of the same global row."""
         group = self.meshes.data["dp"].get_group()
         # Prefer the group's CPU backend, so that the host does not wait for the device.
         total = torch.tensor(counts, dtype=torch.int64, device=transport_of(group).carries(torch.device("cpu")))

@@ -53,7 +53,7 @@ class ParallelConfig(_Record):
     """Expert-parallel degree: number of ranks that share the experts of a layer. Default: 1."""
     dp_replicate: Positive = 1
     """HSDP: number of replicas of the sharded weights, a divisor of dp.
-    Default: 1, weights are sharded over all of dp x cp."""
+    Default: 1: weights are sharded over all of dp x cp."""
     order: str = "tp-cp-ep-dp-pp"
     """Order of the axes in the world, fastest-varying (neighbouring ranks) first. Default: "tp-cp-ep-dp-pp"."""
     ranks_per_node: Positive | None = None
@@ -62,30 +62,30 @@ class ParallelConfig(_Record):
     layout: LayoutName = "zigzag"
     """Which rank holds which tokens: "contiguous", "zigzag", "striped" or "balanced". Default: "zigzag"."""
     route: RouteName = "ring"
-    """How keys and values reach the queries: see `docs/concepts/routes.md`. "auto" takes the fastest by estimate.
+    """How keys and values reach the queries: see `docs/concepts/routes.md`. "auto" takes the one with the lowest estimate.
     Default: "ring"."""
     inner: Positive | None = None
-    """Inner degree of a route of two levels, such as "usp". Default: as many ranks as the KV heads and a node allow."""
+    """Inner degree of a two-level route, such as "usp". Default: the largest degree that KV heads and a node allow."""
     heads_per_stage: Positive | None = None
     """Number of query heads that route "upipe" attends at a time. Default: the fewest that fit."""
     comm_dtype: CommDtype | None = None
-    """Communication dtype, "bf16" or "fp8": keys and values are rounded to it before they are sent.
+    """Communication dtype, "bf16" or "fp8": keys and values are rounded to this dtype before they are sent.
     Default: `dtype`."""
     costs: Path | None = None
-    """File written by `longspan bench calibrate` on this cluster. Route "auto" estimates times by it; layout "balanced"
-    leaves a document whole if splitting it would cost more than it saves.
-    Default: typical costs, and every document may be split."""
+    """File written by `longspan bench calibrate` on this cluster. Route "auto" estimates times from these costs; layout
+    "balanced" keeps a document on one rank if splitting the document would cost more time than it saves.
+    Default: typical costs for "auto"; layout "balanced" may split every document."""
     kernel: KernelName = AUTO
     """Attention kernel. Default: "auto", the fastest that supports the device, the dtype and the tile."""
     pad_to_multiple_of: Positive | None = None
     """Pad each rank's local sequence length, in tokens, to a multiple with padding slots.
     Default: no padding beyond what tp and pp need."""
     wrapper: Literal["fsdp", "ddp"] = "fsdp"
-    """"fsdp": shard parameters, gradients and moments over dp x cp (FSDP2). "ddp": replicate them; for fp32 and fp64,
-    with tp, pp, ep and dp_replicate of 1. Default: "fsdp"."""
+    """"fsdp": shard parameters, gradients and moments over dp x cp (FSDP2). "ddp": replicate all three; requires
+    fp32 or fp64, and tp, pp, ep and dp_replicate of 1. Default: "fsdp"."""
     defer_reduction: bool = True
-    """true: reduce gradients over ranks once a step, after the last micro-batch. false: after every micro-batch, so
-    that a rank keeps only its shard of the gradients. Default: true."""
+    """true: reduce gradients over ranks once per step, after the last micro-batch. false: reduce after every
+    micro-batch, so that a rank keeps only its shard of the gradients. Default: true."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the run. On CUDA every rank of a machine needs its own device. Default: "auto", CUDA if available."""
     threads: Positive | None = None
@@ -95,7 +95,7 @@ class ParallelConfig(_Record):
 
     @property
     def is_staged(self) -> bool:
-        """Whether the route works on a few heads at a time, from the input of the projections: "upipe"."""
+        """Whether the route is "upipe", which projects and attends a few heads at a time."""
         return self.route != AUTO and ROUTES[self.route].staged
 
 
@@ -149,14 +149,14 @@ class TrainConfig(_Record):
     """torch.compile every block as one graph. Every new local sequence length recompiles; set
     parallel.pad_to_multiple_of to reduce the number of lengths. Default: false."""
     eval_every: Positive | None = None
-    """Optimizer steps between evaluations on held-out rows; one also follows the last step.
+    """Optimizer steps between evaluations on held-out rows. An evaluation also follows the last step.
     Default: no evaluation."""
     eval_rows: Positive | None = 8
     """Held-out rows per evaluation; None: all. Default: 8."""
     checkpoint_every: Positive | None = None
-    """Optimizer steps between checkpoints; one also follows the last step. Default: no checkpoint."""
+    """Optimizer steps between checkpoints. A checkpoint is also written after the last step. Default: no checkpoint."""
     imbalance_limit: Annotated[float, Field(gt=1)] | None = 1.25
-    """Warn if largest / mean over ranks of visible pairs, or of time in attention, exceeds this ratio for ten
+    """Warn if the max / mean over ranks of visible pairs, or of time in attention, exceeds this ratio for ten
     consecutive steps; None: never. Default: 1.25."""
     preflight: bool = False
     """Before training, run one step on the longest row the data can give, report every rank's peak memory, and undo the

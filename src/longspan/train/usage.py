@@ -1,7 +1,7 @@
 """Work of every rank in a step, and its imbalance.
 
-rank 0   |=== worked ===|-- waiting --|       imbalance: largest / mean of the ranks, of pairs and of time worked
-rank 1   |======== worked ========|---|       slowest rank: 1, for which the others wait
+rank 0   |=== worked ===|-- waiting --|       imbalance: max / mean over ranks of pairs, and of time worked
+rank 1   |======== worked ========|---|       slowest rank: 1; the other ranks wait for rank 1
 """
 
 import resource
@@ -17,9 +17,9 @@ from longspan.names import LAYOUTS
 from longspan.train.train_config import TrainConfig
 
 STAY = 10
-"""Number of consecutive uneven steps before a warning."""
+"""Number of consecutive imbalanced steps before a warning."""
 _WORTH_WARNING = 0.05
-"""Seconds in attention of the slowest rank below which a step is never uneven: timing noise would dominate."""
+"""A step is never imbalanced if the slowest rank spends fewer seconds in attention: timing noise would dominate."""
 _EVEN_LAYOUTS = ("balanced", "zigzag")
 
 
@@ -31,9 +31,9 @@ class RankUsage:
     targets: int
     """Valid tokens on the rank's shards."""
     pairs: float
-    """Visible (query, key) pairs in attention per batch row, counted as if on all heads."""
+    """Visible (query, key) pairs in attention per batch row, multiplied by the rank's share of the heads."""
     blocks: float
-    """As `pairs`, in blocks of 128 x 128."""
+    """128 x 128 blocks of visible pairs, counted like `pairs`."""
     rows_received: int
     """KV rows received in attention."""
     bytes_sent: int
@@ -96,13 +96,13 @@ def gather_usage(usage: RankUsage) -> list[RankUsage]:
 
 
 def pairs_of_step(ranks: Sequence[RankUsage]) -> int:
-    """Visible pairs of the global batch in all layers, each dp rank's rows counted once."""
+    """Return the visible pairs of the global batch in all layers. The rows of each dp rank are counted exactly once."""
     return sum({usage.dp: usage.row_pairs for usage in ranks}.values())
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Imbalance of a step: largest / mean over the ranks of a pipeline stage; the maximum over stages. 1.0 is even."""
+    """Imbalance of a step: max / mean over the ranks of a pipeline stage, then the maximum over stages. 1.0 is balanced."""
 
     slowest_rank: int
     """Rank with the most time worked in attention."""
@@ -124,10 +124,10 @@ class Balance:
 
 @dataclass
 class BalanceWatch:
-    """Warns once when the imbalance exceeds `limit` for `STAY` consecutive steps. An even step resets the watch.
+    """Warns once when the imbalance exceeds `limit` for `STAY` consecutive steps. A balanced step resets the watch.
 
-    `limit` None disables the warning. Uneven pairs cause uneven times, so uneven time is reported only for even pairs.
-    `layouts` are more even layouts than the one in use.
+    `limit` None disables the warning. Imbalanced pairs cause imbalanced time, so imbalanced time is reported only if pairs
+    are balanced. `layouts` are better balanced than the layout in use.
     """
 
     limit: float | None
@@ -158,7 +158,7 @@ class BalanceWatch:
             return self._warning("pairs", self._pairs, f"{way_out}pack rows with similar numbers of visible pairs")
         if uneven_time and len(self._time) == STAY:
             return self._warning(
-                "time in attention", self._time, "pairs are even: check the device and load of that rank"
+                "time in attention", self._time, "pairs are balanced: check the device and load of that rank"
             )
         return None
 

@@ -58,10 +58,10 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
 
 
 def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, balance: float) -> float:
-    """Accumulate the gradients of `factor` times a row's loss sum plus `balance` times its balance loss, and return the loss
-    sum.
+    """Accumulate the gradients of `factor` times a row's loss sum plus `balance` times the row's balance loss, and return the
+    loss sum.
 
-    In bf16 and fp16 a copy of the model in that dtype computes, and its gradients are added to those of the fp32 weights.
+    In bf16 and fp16, a copy of the model in that dtype computes. The copy's gradients are added to the fp32 weights'.
     """
     dtype, comm_dtype = config.dtype, config.parallel.comm_dtype
     if not DTYPES[dtype].mixed:
@@ -80,7 +80,7 @@ def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, 
 
 
 def loss_sum(model: Decoder, batch: Batch, comm_dtype: str | None = None, balance: float = 0.0) -> Tensor:
-    """Return the loss sum of a whole row, with plain SDPA in each document. Keys and values are rounded to `comm_dtype`.
+    """Return the loss sum of an unsharded row, with plain SDPA in each document. Keys and values are rounded to `comm_dtype`.
     Backward adds `balance` times the gradient of the experts' balance loss."""
     device = next(model.parameters()).device
     tensors = {name: x.to(device) for name, x in batch.tensors().items()}
@@ -98,7 +98,7 @@ def loss_sum(model: Decoder, batch: Batch, comm_dtype: str | None = None, balanc
 
 
 def _routing(model: Decoder, batch: Batch, scale: float, device: torch.device) -> Routing | None:
-    """Return the routing of a whole row: no padding slots, and no group."""
+    """Return the routing of an unsharded row: no padding slots, and no group."""
     experts = model.config.experts
     if experts is None:
         return None
@@ -112,7 +112,7 @@ def attend_documents(
 ) -> Tensor:
     """Run causal SDPA in each document, q `(B, H, S, D)`, k and v `(B, K, S, D)`. Mask "window-w" keeps the last `w` keys.
 
-    A document with a parent is appended to it, and only its own output is kept.
+    A document with a parent is appended to its parent, and only the document's own output is kept.
     """
     window = window_of(mask)
     documents = list(zip(*(x.split(list(lengths), dim=2) for x in (q, k, v)), strict=True))
@@ -140,7 +140,7 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Iterator[Tens
     """Yield SDPA of q `(B, H, n, D)`, the last n positions of k and v `(B, K, S, D)`, in blocks of queries with visible keys.
 
     A block of b queries has a mask of b x (b + window - 1). Scores are recomputed in backward, so that only one block's
-    exist at a time.
+    scores exist at a time.
     """
     num_q, num_k = q.shape[2], k.shape[2]
     block = max(1, min(BLOCK, SCORES // (q.shape[1] * min(num_k, BLOCK + window))))
@@ -155,8 +155,8 @@ def attend_blocks(q: Tensor, k: Tensor, v: Tensor, window: int) -> Iterator[Tens
 
 
 def rounded(x: Tensor, comm_dtype: str | None) -> Tensor:
-    """Round `x (B, K, S, D)` to bf16, or to fp8 (e4m3) with one power-of-two scale per 32 elements of a row, which scales
-    their maximum to 256 or more. The gradient is straight-through."""
+    """Round `x (B, K, S, D)` to bf16, or to fp8 (e4m3) with one power-of-two scale per 32 elements of a row. The scale
+    brings the maximum of the elements to 256 or more. The gradient is straight-through."""
     if comm_dtype is None:
         return x
     with torch.no_grad():

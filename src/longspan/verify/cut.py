@@ -1,7 +1,7 @@
 """Cut a run to fewer layers and shorter rows, so that its CP=1 baseline fits on one rank.
 
-Kept is everything that CP affects: hidden size, heads, vocabulary, every kind of mask, degrees, layout, route, kernel, dtypes.
-Removed are repetitions: layers with the same mask, and tokens beyond those that show each window.
+The cut keeps all that CP affects: hidden size, heads, vocabulary, every kind of mask, degrees, layout, route, kernel, dtypes.
+It removes repetitions: layers with the same mask, and tokens beyond the number that each window needs to mask some.
 """
 
 from typing import Any
@@ -14,10 +14,11 @@ from longspan.verify.verify_config import VerifyConfig
 def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
     """Return the run with `cases.layers` layers and `cases.tokens` tokens per row, where given. Idempotent.
 
-    Kept are the first layer of each window, then the first others. A run with `init_from` starts from random weights if layers
-    are cut. Shorter rows are packed again, without the manifest.
+    The cut keeps the first layer of each window, then the first of the other layers. If layers are cut, a run with `init_from`
+    starts from random weights. Shorter rows are packed again, without the manifest.
 
-    Raises `SpecError`: more layers or tokens than the run has, fewer layers than kinds of masks, or rows that a window covers.
+    Raises `SpecError`: more layers or tokens than the run has, fewer layers than kinds of masks, or rows no longer than a
+    window.
     """
     values: dict[str, Any] = {name: getattr(config, name) for name in type(config).model_fields}
     model = model_config(config)
@@ -27,7 +28,7 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
         if asked is not None and asked > there:
             raise SpecError(
                 f"{name}={asked} cuts nothing: the run has {there} {name}",
-                hint=f"give at most {there}, or leave it out",
+                hint=f"give at most {there}, or leave {name} out",
             )
     windows = model.windows or (None,) * model.num_layers
     if cases.layers is not None and cases.layers < model.num_layers:

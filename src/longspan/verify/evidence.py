@@ -41,8 +41,8 @@ def input_rows(ids: torch.Tensor, positions: torch.Tensor, labels: torch.Tensor)
 def digest_inputs(parts: Iterable[npt.NDArray[np.int64]]) -> str:
     """Return a digest of all tokens of a global batch, independent of their order and rank.
 
-    It detects a document whose positions do not begin at 0: rotary embedding depends on differences of positions alone, so
-    gradients would not show it.
+    The digest detects a document whose positions do not begin at 0. Gradients would not: rotary embedding depends only on
+    differences of positions.
     """
     rows = np.concatenate(list(parts))
     return hashlib.sha256(rows[np.lexsort(rows.T)].astype("<i8").tobytes()).hexdigest()

@@ -2,10 +2,10 @@
 
 fp64, fp32    losses, gradient norms and every gradient equal those of CP=1 up to a fixed relative error
 bf16, fp16    the error against CP=1 in fp32 is at most twice that of CP=1 in the same dtype, plus rounding noise
-comm_dtype    the error against CP=1 is at most twice that of CP=1 with all keys and values rounded as in flight, plus noise
+comm_dtype    the error against CP=1 is at most twice that of CP=1 with all keys and values rounded to comm_dtype, plus noise
 
 Rounding errors of bf16, fp16 and comm_dtype are random, so gradients are compared by the Euclidean norm, not by the maximum.
-Gradient norms are compared at the first step only: AdamW amplifies rounding, which later steps show in the loss.
+Gradient norms are compared at the first step only: AdamW amplifies rounding errors; in later steps the loss shows them.
 """
 
 import math
@@ -18,16 +18,16 @@ from longspan.train.train_config import TrainConfig
 from longspan.verify.evidence import Evidence
 
 EXACT = {"fp64": 1e-9, "fp32": 1e-4}
-"""Allowed relative error of losses, norms and gradients (of a gradient: greatest difference over greatest entry)."""
+"""Allowed relative error of losses, norms and gradients (of a gradient: greatest difference / greatest entry)."""
 
 NOISE = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
-"""Half the spacing of the dtype at 1: the tolerance beyond twice the baseline's error, for another order of summation."""
+"""Half the spacing of the dtype at 1: added to twice the baseline's error, because the order of summation differs."""
 
 
 @dataclass(frozen=True)
 class Verdict:
     """The result of one case. Errors are relative. `drift` is the loss error per step against CP=1 in the same dtype.
-    `inputs_equal`: the ranks together ran the tokens, positions and labels of CP=1."""
+    `inputs_equal`: whether the ranks together ran the tokens, positions and labels of CP=1."""
 
     cp: int
     layout: str
@@ -49,7 +49,7 @@ class Verdict:
 
 
 def judge(case: TrainConfig, seen: Evidence, baseline: Evidence, exact: Evidence) -> Verdict:
-    """Judge the results of `case`. `baseline` is CP=1 in the same dtype, with keys and values rounded to the case's
+    """Return the verdict on `case`. `baseline` is CP=1 in the same dtype, with keys and values rounded to the case's
     comm_dtype. `exact` is CP=1 in at least fp32, unrounded (the baseline itself for fp64 and fp32 without comm_dtype)."""
     dtype, parallel = case.dtype, case.parallel
     equal = dtype in EXACT and parallel.comm_dtype is None
@@ -98,9 +98,9 @@ def judge(case: TrainConfig, seen: Evidence, baseline: Evidence, exact: Evidence
 def gradient_errors(
     seen: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor], order: float = math.inf
 ) -> dict[str, float]:
-    """Return the norm of the difference over the norm, per parameter; infinite if one side lacks the tensor.
+    """Return norm of the difference / norm, per parameter; infinite if one side lacks the tensor.
 
-    `order` infinity: greatest difference over greatest entry. `order` 2: Euclidean norms.
+    `order` infinity: greatest difference / greatest entry. `order` 2: Euclidean norms.
     """
     errors = {}
     for name in sorted(seen.keys() | right.keys()):

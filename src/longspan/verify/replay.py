@@ -40,7 +40,7 @@ def run_replay(config: TrainConfig, meshes: Meshes, steps: int, gradients: Path)
         given.append(input_rows(ids, keywords["position_ids"], keywords["labels"]))
 
     place = meshes.topology.coordinates(dist.get_rank())
-    if place["tp"] == place["pp"] == 0:  # the other ranks of a TP or PP group get the same inputs
+    if place["tp"] == place["pp"] == 0:  # all ranks of a TP or PP group get the same inputs
         step.stages[0].register_forward_pre_hook(note, with_kwargs=True)
     losses, norms, inputs = [], [], []
     for index in range(steps):

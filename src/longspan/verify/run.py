@@ -1,4 +1,4 @@
-"""`longspan verify`: run CP=1 once per dtype, then compare every degree, layout and route with it."""
+"""`longspan verify`: run CP=1 once per dtype, then compare every degree, layout and route with CP=1."""
 
 import tempfile
 from collections.abc import Callable
@@ -20,10 +20,10 @@ from longspan.verify.verify_config import VerifyConfig, default_dtypes
 
 
 def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None] = lambda text: None) -> list[Verdict]:
-    """Run every case and return its verdict. `told(text)` is called before each run, for a progress display.
+    """Run every case and return its verdict. `told(text)` is called before each side runs, for a progress display.
 
     Each side runs in new processes on this machine: one for CP=1, the world size of all axes for a case. An invalid case
-    raises before any case runs. With `cases.layers` or `cases.tokens`, all sides run the cut configuration (see `cut`).
+    raises before any case runs. If `cases.layers` or `cases.tokens` is set, all sides run the cut configuration (see `cut`).
     """
     config = cut(config, cases)
     replays = [

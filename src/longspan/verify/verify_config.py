@@ -19,8 +19,8 @@ def _check_some(values: tuple[T, ...]) -> tuple[T, ...]:
 
 
 def default_dtypes(dtype: Dtype, device_type: str) -> tuple[Dtype, ...]:
-    """Return the dtypes in which to verify a run in `dtype`: the run's own, and fp32 for its small tolerance. On CPU also
-    fp64, which uses the same kernel and whose rounding hides nothing. On a GPU, fp64 uses a kernel that no run uses."""
+    """Return the dtypes in which to verify a run in `dtype`: the run's dtype, and fp32 for its small tolerance. On CPU
+    also fp64, which uses the same kernel with negligible rounding errors. On a GPU, fp64 uses a kernel that no run uses."""
     exact: tuple[Dtype, ...] = ("fp64",) if device_type == "cpu" else ()
     return tuple(dict.fromkeys((*exact, "fp32", dtype)))
 
