@@ -437,7 +437,9 @@ def test_experts_that_are_not_cut_are_refused():
 def test_refusals():
     with pytest.raises(SpecError, match=r"layer 2 needs config\.experts, which is None[\s\S]*set experts"):
         MixtureOfExperts(make_config(), 2)
-    with pytest.raises(SpecError, match=r"shared_intermediate_size is 10, but shared is NoneType[\s\S]*of shared_intermediate_size"):
+    with pytest.raises(
+        SpecError, match=r"shared_intermediate_size is 10, but shared is NoneType[\s\S]*of shared_intermediate_size"
+    ):
         MixtureOfExperts(moe_config(), 0)
     with pytest.raises(SpecError, match=r"shared_intermediate_size is 0, but shared is SharedExpert"):
         MixtureOfExperts(moe_config(shared=0), 0, SharedExpert(SHARED))
