@@ -16,6 +16,8 @@ IGNORED = -100
 """Label of a token that is not a target: `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 BALANCED = "balanced"
+EVEN_LAYOUTS = (BALANCED, "zigzag")
+"""Layouts that give all ranks of a packed row nearly the same visible pairs, the most even first: what warnings suggest."""
 LAYOUTS = ("contiguous", "zigzag", "striped", BALANCED)
 """Names of the layouts that `Layout.named` makes."""
 

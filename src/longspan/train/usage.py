@@ -13,14 +13,13 @@ import torch
 import torch.distributed as dist
 
 from longspan.comm.traffic import Call
-from longspan.names import LAYOUTS
+from longspan.names import EVEN_LAYOUTS
 from longspan.train.train_config import TrainConfig
 
 STAY = 10
 """Number of consecutive imbalanced steps before a warning."""
 _WORTH_WARNING = 0.05
 """A step is never imbalanced if the slowest rank spends fewer seconds in attention: timing noise would dominate."""
-_EVEN_LAYOUTS = ("balanced", "zigzag")
 
 
 @dataclass(frozen=True)
@@ -137,8 +136,8 @@ class BalanceWatch:
 
     @classmethod
     def of(cls, config: TrainConfig) -> "BalanceWatch":
-        known = LAYOUTS if config.parallel.cp > 1 else ()
-        others = tuple(name for name in _EVEN_LAYOUTS if name in known and name != config.parallel.layout)
+        known = EVEN_LAYOUTS if config.parallel.cp > 1 else ()
+        others = tuple(name for name in known if name != config.parallel.layout)
         return cls(config.imbalance_limit, others)
 
     def step(self, ranks: Sequence[RankUsage]) -> str | None:
