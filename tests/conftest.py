@@ -1,5 +1,6 @@
 """How pytest-xdist shares out the tests: those that start processes in two chains, every other test where there is room."""
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -35,3 +36,12 @@ class _Chains(LoadScopeScheduling):
 def _starts_processes(path: Path) -> bool:
     text = path.read_text()
     return any(word in text for word in _STARTS_PROCESSES)
+
+
+@pytest.fixture
+def warm() -> Iterator[None]:
+    """Launched ranks that need not import torch again, for tests that look at nothing of how processes start."""
+    from tests.ranks import warm_launches
+
+    with warm_launches():
+        yield

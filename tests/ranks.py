@@ -15,18 +15,29 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 # The profiler of torch announces itself on stderr at every start and stop; it reads this when it is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "longspan.cp.attention"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "longspan.cp.attention", "longspan.train.run"])
 _pool: list[tuple[Any, Connection]] = []
 _TIMEOUT = 120.0
 _CORES = min(os.cpu_count() or 1, 4)
+
+
+@contextmanager
+def warm_launches() -> Iterator[None]:
+    """Inside, `launch` forks ranks from a server that has imported torch and the training code, instead of starting afresh."""
+    from longspan.comm import launch
+
+    with patch.object(launch, "START_METHOD", "forkserver"):
+        yield
 
 
 class RankFailedError(AssertionError):

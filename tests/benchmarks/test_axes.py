@@ -10,6 +10,8 @@ from click.testing import CliRunner
 
 from longspan.model import Decoder, ModelConfig
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def test_the_table_and_the_record(tmp_path):
     """A block of width 128 has 128 x (128 + 32 + 32 + 128 + 3 x 448 + 2) elements, the root 2 x 512 x 128 + 128; a rank sends its

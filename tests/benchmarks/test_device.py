@@ -27,6 +27,8 @@ from tests.kernels.test_flex import Anywhere, StandIn
 from tests.oracle import Inputs, dense_attention
 from tests.ranks import run_ranks
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 CPU = torch.device("cpu")
 QUICK = Options("cpu", quick=True)
 DeviceType = torch.autograd.DeviceType
@@ -525,7 +527,7 @@ def test_exit_status_is_that_of_the_checks(monkeypatch, tmp_path, rows, code):
     assert (tmp_path / "device.html").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_stages_by_the_command(tmp_path):
     """On the CPU, each in its process, with the worlds that stages 2, 3 and 4 start."""
     command = [sys.executable, "-m", "benchmarks.device", "--device", "cpu", "--quick", "--output", str(tmp_path)]

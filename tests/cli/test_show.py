@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from longspan.cli.exits import friendly
 from longspan.cli.show import show
-from longspan.data.pack import report_of
+from longspan.data.pack_corpus import report_of
 from longspan.errors import CommError
 from longspan.report.words import short_count
 from longspan.train.pack_run import pack_run as write_packs

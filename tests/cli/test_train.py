@@ -19,6 +19,8 @@ from longspan.cli.train import train
 from longspan.train.run import Summary
 from tests.train.tiny import make_config, to_toml, write_corpus
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 BIN = Path(sys.executable).parent
 
 

@@ -22,6 +22,8 @@ from tests.verify.faults import FAULTS
 from tests.verify.test_rules import replay_on_ranks
 from tests.verify.test_run import launch_here
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 BIN = Path(sys.executable).parent
 
 

@@ -179,7 +179,7 @@ def test_fsdp_mixed_precision_may_not_round_the_rotary_tables(inputs, group_of_o
         for module in (*model.layers, model):
             fully_shard(module, mesh=group_of_one, mp_policy=policy)
         if cast:
-            with pytest.raises(SpecError, match=r"as torch.bfloat16[\s\S]*cast_forward_inputs=False"):
+            with pytest.raises(SpecError, match=r"are torch.bfloat16[\s\S]*cast_forward_inputs=False"):
                 gradients(model, inputs)
         else:
             _, grads = gradients(model, inputs)

@@ -18,6 +18,8 @@ from tests.ranks import run_ranks
 from tests.train.tiny import make_config, write_corpus
 from tests.verify.test_rules import replay_on_ranks
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 
 def launch_here(function: Any, arguments: tuple[TrainConfig, int, Path], ranks: int) -> Evidence:
     """In the place of `longspan.comm.launch.launch`."""

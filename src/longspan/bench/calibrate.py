@@ -103,7 +103,8 @@ def _line(
     """Return (latency, bandwidth) of `exchange(size)`, from a small and a large size."""
     device = _device_of(group)
     small, large = (_slowest(group, _seconds(exchange(size), group, device)) for size in (_SMALL, num_bytes))
-    return small, (num_bytes - _SMALL) / max(large - small, 1e-9)
+    # At most ten times the bandwidth of the large size alone: on a busy machine the difference may be noise.
+    return small, (num_bytes - _SMALL) / max(large - small, large / 10)
 
 
 def _hop(

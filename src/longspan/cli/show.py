@@ -56,7 +56,7 @@ def _show_manifest(manifest: Path, output: Path | None) -> None:
             f"{options} does not combine with --manifest: the manifest holds these settings",
             hint="remove --manifest or the other options",
         )
-    from longspan.data.pack import report_of  # imports code for corpora, which a plan does not need
+    from longspan.data.pack_corpus import report_of  # imports code for corpora, which a plan does not need
 
     report = report_of(manifest)
     if output is None:

@@ -22,6 +22,8 @@ from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.errors import CommError
 from longspan.topology import Topology
 
+START_METHOD = "spawn"
+"""How `launch` starts processes: afresh, so that each has this process's environment and none of its threads."""
 _LINGER_SECONDS = 2.0
 _LOOK_SECONDS = 0.05
 
@@ -44,7 +46,7 @@ def launch(function: Callable[..., Any], arguments: tuple[Any, ...], ranks: int)
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.1,
-        start_method="spawn",
+        start_method=START_METHOD,
     )
     try:
         return elastic_launch(config, _enter)(function, *arguments)[0]

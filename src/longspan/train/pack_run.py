@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from longspan.data import open_store
-from longspan.data.pack import pack
+from longspan.data.pack_corpus import pack
 from longspan.errors import SpecError
 from longspan.report import PackReport
 from longspan.train.axes import planner_of, topology_of
@@ -22,7 +22,7 @@ def pack_run(
 ) -> PackReport:
     """Write the rows that a run of this configuration would read to a manifest, and return the manifest's report.
 
-    `tokenised` is called with the number of tokenised documents, and `packed` as by `longspan.data.pack.pack`. Raises
+    `tokenised` is called with the number of tokenised documents, and `packed` as by `longspan.data.pack_corpus.pack`. Raises
     `SpecError` if the configuration cannot run, `DataError` if the corpus is invalid.
     """
     if config.data.manifest is not None:
