@@ -14,7 +14,7 @@ from longspan.advise.choose import choose_route
 from longspan.advise.costs import Costs
 from longspan.errors import SpecError
 from longspan.names import AUTO, BALANCED
-from longspan.plan import Layout, Mask, Plan, check_comm_dtype, check_heads, plan_attention, route_of
+from longspan.plan import Layout, Mask, Plan, check_comm_dtype, plan_attention, route_of
 from longspan.plan.arguments import whole
 from longspan.plan.layout import slots_of
 from longspan.plan.routes import inner_degree
@@ -55,8 +55,6 @@ class Planner:
     def __post_init__(self) -> None:
         if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
             raise SpecError(f"pad_to_multiple_of={self.pad_to_multiple_of} must be at least 1")
-        if self.heads is not None:
-            object.__setattr__(self, "heads", check_heads(*self.heads))
         if self.layout != BALANCED and self.min_split_tokens:
             raise SpecError(
                 f"min_split_tokens={self.min_split_tokens} is for layout {BALANCED!r}, not {self.layout!r}",
