@@ -166,7 +166,7 @@ def test_a_wrong_kernel_fails(monkeypatch, kernel, status):
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_kernel_holds_on_cpu():
     rows = list(run_stage(1, kernels.checks(Options("cpu")), seconds=600))
     assert [row for row in rows if row.status == "fails"] == []
