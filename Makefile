@@ -21,8 +21,8 @@ demo: $(STAMP)          ## train on the standard library's sources with cp=2, th
 test: $(STAMP)          ## every test but the widest matrices
 	$(PYTEST) -m "not nightly"
 
-quick: $(STAMP)         ## the tests of under three minutes
-	$(PYTEST) -m "not slow and not nightly"
+quick: $(STAMP)         ## the tests in one process: under three minutes
+	$(PYTEST) -m "not ranks and not slow and not nightly"
 
 nightly: $(STAMP)       ## every test
 	$(PYTEST)

@@ -9,7 +9,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _STARTS_PROCESSES = (
-    "run_ranks", "own_ranks", "share_out", "run_step", "run_on_ranks", "check_in_memory", "check_through", "check_cases",
+    "run_ranks", "own_ranks", "share_out", "run_step", "run_on_ranks", "check_through", "check_cases",
     "launch(", "subprocess", "CliRunner", "replay_on_ranks",
 )  # fmt: skip
 """Words of a test file that starts processes: ranks of a world, or a command."""
@@ -24,16 +24,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 class _Chains(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
-        file = nodeid.split("::")[0]
-        if not _starts_processes(self.config.rootpath / file) or (
-            file.startswith("tests/kernels/") and "matrix" not in nodeid
-        ):
+        if not _starts_processes(self.config.rootpath, nodeid):
             return nodeid
-        return "runs" if file.startswith(_RUNS) else "ranks"
+        return "runs" if nodeid.startswith(_RUNS) else "ranks"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests that `make quick` leaves out because they start processes."""
+    for item in items:
+        if _starts_processes(config.rootpath, item.nodeid):
+            item.add_marker(pytest.mark.ranks)
+
+
+def _starts_processes(root: Path, nodeid: str) -> bool:
+    file = nodeid.split("::")[0]
+    if file.startswith("tests/kernels/") and "matrix" not in nodeid:
+        return False  # of these files, only the oracle matrices start processes
+    return _has_words(root / file)
 
 
 @cache
-def _starts_processes(path: Path) -> bool:
+def _has_words(path: Path) -> bool:
     text = path.read_text()
     return any(word in text for word in _STARTS_PROCESSES)
 
