@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -198,12 +199,16 @@ def test_an_interrupt_ends_all_ranks_and_is_one_line(tmp_path: Path) -> None:
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 90
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    _, told = process.communicate(timeout=30)
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 180
+    try:
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 130
     assert told.endswith(
         "error: interrupted; all ranks were stopped\n\nhint: set resume=true to continue from the newest checkpoint\n"
