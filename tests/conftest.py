@@ -1,4 +1,4 @@
-"""How pytest-xdist shares out the tests: those that start processes in two chains, every other test where there is room."""
+"""How pytest-xdist shares out the tests: those that start processes in three chains, every other test where there is room."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -13,8 +13,8 @@ _STARTS_PROCESSES = (
     "launch(", "subprocess", "CliRunner", "replay_on_ranks",
 )  # fmt: skip
 """Words of a test file that starts processes: ranks of a world, or a command."""
-_RUNS = ("tests/train/", "tests/verify/", "tests/cli/", "tests/benchmarks/", "tests/advise/")
-"""Folders whose tests start whole runs: a chain of their own."""
+_CHAINS = {"train": "training", "advise": "training", "verify": "runs", "cli": "runs", "benchmarks": "runs"}
+"""Folder of tests -> the chain of those that start processes; all other folders: "ranks"."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -26,7 +26,7 @@ class _Chains(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         if not _starts_processes(self.config.rootpath, nodeid):
             return nodeid
-        return "runs" if nodeid.startswith(_RUNS) else "ranks"
+        return _CHAINS.get(nodeid.split("/")[1], "ranks")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
