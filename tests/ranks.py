@@ -83,7 +83,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list
     return _run([(ranks, rank, function, arguments) for rank in range(ranks)])
 
 
-def _run(jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+def _run(jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]], again: bool = True) -> list[Any]:
     """The results of jobs `(ranks, rank, function, arguments)`, a worker for each; worlds of one rank are apart."""
     workers = _workers(len(jobs))
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
@@ -101,6 +101,8 @@ def _run(jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]]) -> li
             (results if ok else failures).append(value)
     if failures:
         _stop()
+        if again and any("connectFullMesh" in failure for failure in failures):
+            return _run(jobs, again=False)  # gloo lost a connection while it set up the world: nothing has run yet
         raise RankFailedError("\n".join(failures))
     return results
 

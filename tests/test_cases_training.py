@@ -84,7 +84,7 @@ def test_a_batch_already_sharded_is_refused() -> None:
     for name, text in run_ranks(2, shard_twice):
         assert name == "SpecError"
         assert "has 4 rows; the sequence has 8 tokens" in text
-        assert "it may be sharded already" in text
+        assert "this tensor may be sharded already" in text
 
 
 # Losses: a model whose loss at each token is given, in the place of a decoder.
