@@ -21,7 +21,7 @@ demo: $(STAMP)          ## train on the standard library's sources with cp=2, th
 test: $(STAMP)          ## every test but the widest matrices
 	$(PYTEST) -m "not nightly"
 
-quick: $(STAMP)         ## the tests in one process: under three minutes
+quick: $(STAMP)         ## the tests that start no processes
 	$(PYTEST) -m "not ranks and not slow and not nightly"
 
 nightly: $(STAMP)       ## every test

@@ -233,7 +233,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "ep and ranks": ({**on(ep=2), **EXPERTS}, r"ep=2 does not divide the 1 ranks of a stage"),
     "experts without sp": (
         {**on(tp=2, sp=False), **EXPERTS},
-        r"TP ranks hold the same tokens.*\s+hint: set sp to true",
+        r"all TP ranks would route the same tokens\s+hint: set sp to true",
     ),
     "dp_replicate": (
         on(dp=2, dp_replicate=3),
