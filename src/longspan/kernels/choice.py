@@ -18,12 +18,11 @@ from longspan.names import AUTO, check_name
 
 Tensor = torch.Tensor
 
-
 _MADE: tuple[Kernel, ...] = (
     FlashAttention3Kernel(), CudnnKernel(), SdpaKernel(), FlashAttention2Kernel(), EfficientKernel(), FlexKernel(),
     ReferenceKernel(),
 )  # fmt: skip
-KERNELS: dict[str, Kernel] = dict(zip(names.KERNELS, _MADE, strict=True))
+KERNELS: dict[str, Kernel] = {name: {kernel.name: kernel for kernel in _MADE}[name] for name in names.KERNELS}
 """Kernels in the order in which "auto" tries them, fastest first."""
 
 _CUDNN = 91501

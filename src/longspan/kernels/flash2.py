@@ -15,23 +15,15 @@ import torch
 from longspan.kernels.capability import AMPERE, capability
 from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
-from longspan.kernels.windows import (
-    flash_refusal,
-    heads_first,
-    rows_first,
-    sequences,
-    shows,
-    split_for_windows,
-    window_of,
-)
-from longspan.plan import Shape, Tile
+from longspan.kernels.windows import Windowed, flash_refusal, heads_first, rows_first, sequences, window_of
+from longspan.plan import Shape
 
 Tensor = torch.Tensor
 
 _OLDEST = (2, 7)
 
 
-class FlashAttention2Kernel:
+class FlashAttention2Kernel(Windowed):
     """flash-attn's CUDA kernels: bands as windows, successive tiles as sequences of one call, soft-caps."""
 
     name = "flash2"
@@ -46,12 +38,6 @@ class FlashAttention2Kernel:
         if capability(q.device)[0] < AMPERE:
             return "flash-attn needs Ampere or later (compute capability 8.0)"
         return None
-
-    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
-        return split_for_windows(tile)
-
-    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        return shows(window_of(first), second)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None

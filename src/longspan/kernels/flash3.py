@@ -16,8 +16,8 @@ from torch.nn.attention import _fa3
 from longspan.kernels.capability import HOPPER, capability
 from longspan.kernels.protocol import BackwardInputs
 from longspan.kernels.scores import ScoreChange
-from longspan.kernels.windows import flash_backward, flash_forward, flash_refusal, shows, split_for_windows, window_of
-from longspan.plan import Shape, Tile
+from longspan.kernels.windows import Windowed, flash_backward, flash_forward, flash_refusal
+from longspan.plan import Shape
 
 Tensor = torch.Tensor
 
@@ -27,7 +27,7 @@ _DETERMINISTIC_DIM = 192
 """Largest head dim with a deterministic backward."""
 
 
-class FlashAttention3Kernel:
+class FlashAttention3Kernel(Windowed):
     """FlashAttention-3's kernels, for Hopper (compute capability 9) only."""
 
     name = "flash3"
@@ -42,12 +42,6 @@ class FlashAttention3Kernel:
         if q.shape[3] > _DETERMINISTIC_DIM and torch.are_deterministic_algorithms_enabled():
             return f"FlashAttention-3 has no deterministic backward for head dims above {_DETERMINISTIC_DIM}"
         return None
-
-    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
-        return split_for_windows(tile)
-
-    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
-        return shows(window_of(first), second)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, shapes: Sequence[Shape], scale: float, change: ScoreChange | None = None

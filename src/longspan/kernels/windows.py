@@ -87,6 +87,16 @@ def flash_backward(
     return dq, dk, dv
 
 
+class Windowed:
+    """Tiles of a kernel that takes a band as a window, and tiles under one window as sequences of one call."""
+
+    def split(self, tile: Tile, device: torch.device, dtype: torch.dtype, backward: bool = False) -> Sequence[Tile]:
+        return split_for_windows(tile)
+
+    def joins(self, first: Shape, second: Shape, device: torch.device) -> bool:
+        return shows(window_of(first), second)
+
+
 def flash_refusal(
     name: str, q: Tensor, k: Tensor, v: Tensor, change: ScoreChange | None, most: int = 256
 ) -> str | None:
