@@ -29,6 +29,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed", "longspan.cp.atte
 _pool: list[tuple[Any, Connection]] = []
 _TIMEOUT = 120.0
 _CORES = min(os.cpu_count() or 1, 4)
+_NO_WORLD = "the world could not be set up"
 
 
 @contextmanager
@@ -101,8 +102,8 @@ def _run(jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]], again
             (results if ok else failures).append(value)
     if failures:
         _stop()
-        if again and any("connectFullMesh" in failure for failure in failures):
-            return _run(jobs, again=False)  # gloo lost a connection while it set up the world: nothing has run yet
+        if again and any(_NO_WORLD in failure for failure in failures):
+            return _run(jobs, again=False)  # gloo may lose a connection while it sets up a world on a busy machine
         raise RankFailedError("\n".join(failures))
     return results
 
@@ -183,6 +184,10 @@ def _serve(pipe: Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
             )
+        except BaseException:
+            pipe.send((False, f"rank {rank}: {_NO_WORLD}: {traceback.format_exc()}"))
+            continue
+        try:
             result = (True, function(dist.group.WORLD, rank, *arguments))
         except BaseException:
             result = (False, f"rank {rank}: {traceback.format_exc()}")
