@@ -119,7 +119,7 @@ class _Sizes:
     @classmethod
     def of(cls, run: RunShape) -> "_Sizes":
         layout, plans = run.longest_plans
-        plan = plans[run.model.mask_names[0]]
+        plan = next(iter(plans.values()))  # the mask of the first layer
         rank = int(layout.counts.argmax())
         share = None if plan.degrees.heads == 1 else plan.rank_plan(rank).heads
         exchanged = None if share is None else (share.rows, share.num_query, share.num_kv)

@@ -140,7 +140,7 @@ def _attention(run: RunShape, layout: Layout, name: str, plan: Plan) -> Attentio
         sum(plan.bytes(rank, phase, run.model.head_dim, run.itemsize) for phase in PHASES) for rank in range(plan.ranks)
     ]
     return AttentionBudget(
-        name, run.planner.layers.get(name, 1), layout.name, plan.route, plan.degrees.heads, plan.degrees.rows, max(sent)
+        name, run.planner.mask_layers[name], layout.name, plan.route, plan.degrees.heads, plan.degrees.rows, max(sent)
     )
 
 

@@ -5,7 +5,7 @@
 Training, `pack`, `--dry-run` and `longspan plan` each hold a `Planner`. Equal planners make equal choices.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from longspan.advise.choose import choose_route
 from longspan.advise.costs import Costs
 from longspan.errors import SpecError
-from longspan.names import AUTO, BALANCED
+from longspan.names import AUTO, BALANCED, window_of
 from longspan.plan import Layout, Mask, Plan, check_comm_dtype, plan_attention, route_of
 from longspan.plan.arguments import whole
 from longspan.plan.layout import slots_of
@@ -92,8 +92,17 @@ class Planner:
 
     def check(self) -> Plan:
         """Check the options by planning one token per rank. Raises `SpecError` if no sequence could be planned."""
-        name = next(iter(self.layers), "full")
+        name = next(iter(self.mask_layers))
         return self.plans({name: Mask.causal(self.ranks)})[1][name]
+
+    @property
+    def mask_layers(self) -> Mapping[str, int]:
+        """`layers`, or one layer with a full mask if `layers` is empty."""
+        return self.layers or {"full": 1}
+
+    def documents(self, lengths: Sequence[int]) -> dict[str, Mask]:
+        """Make each mask of `mask_layers` over a row of causal documents."""
+        return {name: Mask.documents(lengths, window=window_of(name)) for name in self.mask_layers}
 
     def plans(self, masks: Mapping[str, Mask], slots: int | None = None) -> tuple[Layout, dict[str, Plan]]:
         """Make the layout of a micro-batch, and a plan for each of its masks. `slots` fixes the local length."""

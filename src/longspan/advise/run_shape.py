@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Literal
 
 from longspan.advise.planner import Planner
-from longspan.names import DTYPES, window_of
-from longspan.plan import Layout, Mask, Plan
+from longspan.names import DTYPES
+from longspan.plan import Layout, Plan
 from longspan.topology import ModelShape, Topology
 
 
@@ -19,7 +19,7 @@ class RunShape:
     model: ModelShape
     topology: Topology
     planner: Planner
-    """The planner. `planner.layers` must name every mask of the model."""
+    """The planner, with the heads of the model and a layer count for every mask of the model."""
     seq_len: int
     """Most tokens in a row."""
     micro_batch_size: int
@@ -47,8 +47,7 @@ class RunShape:
     @cached_property
     def longest_plans(self) -> tuple[Layout, Mapping[str, Plan]]:
         """Layout and plans of the micro-batch `longest`."""
-        names = self.planner.layers or {"full": 1}
-        return self.planner.plans({name: Mask.documents(self.longest, window=window_of(name)) for name in names})
+        return self.planner.plans(self.planner.documents(self.longest))
 
     @property
     def itemsize(self) -> int:
@@ -63,7 +62,8 @@ class RunShape:
     @property
     def heads(self) -> tuple[int, int]:
         """(query heads, KV heads) on one rank, after TP."""
-        return self.model.num_heads // self.topology.tp, self.model.num_kv_heads // self.topology.tp
+        assert self.planner.heads is not None, "the planner of a run with a model has its heads"
+        return self.planner.heads
 
     @property
     def stages(self) -> list[range]:

@@ -221,17 +221,17 @@ def plan(config: Path | None, overrides: tuple[str, ...], as_json: bool, world: 
 
 
 def _show_run(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
-    """The plans of a run's longest micro-batch."""
+    """Print the plans of a run's longest micro-batch."""
     run_config = load_config(config, overrides)
     run = run_shape(run_config, model_config(run_config))
     reports = {name: describe(plan, run.model.head_dim, run.itemsize) for name, plan in run.longest_plans[1].items()}
     if as_json:
-        plans = [{"layers": run.planner.layers[name], **asdict(report)} for name, report in reports.items()]
+        plans = [{"layers": run.planner.mask_layers[name], **asdict(report)} for name, report in reports.items()]
         click.echo(json.dumps({"plans": plans}, indent=2))
         return
     console = Console(highlight=False)
     for name, report in reports.items():
-        number = run.planner.layers[name]
+        number = run.planner.mask_layers[name]
         console.print(f"{number} layer{'s' * (number > 1)} of mask {name}:", style="bold")
         console.print(plan_table(report))
 

@@ -3,9 +3,9 @@
 All tensors of a micro-batch share one layout. Each mask has a plan of its own over that layout.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from longspan.names import BALANCED, COMM_DTYPES, IGNORED, ROUTES
 from longspan.plan import Layout, Mask, Plan
 
 Tensor = torch.Tensor
+K = TypeVar("K")
+V = TypeVar("V")
 
 _PADDING = {"labels": IGNORED, "position_ids": -1}
 """Value in padding slots, by tensor name. Default: 0."""
@@ -111,21 +113,23 @@ class ContextParallel:
                 what["token ids"] = ids.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             elif ids is not None:
                 what["token ids"] = ids
-        except (
-            Exception
-        ) as error:  # of any type: check_agreement also raises on the other ranks, which would hang otherwise
+        except Exception as error:
+            # Of any type: check_agreement also raises on the other ranks, which would hang otherwise.
             problem = error
         check_agreement(self.group, what, problem)
         yield sequence
 
     def plans(self, masks: Mapping[str, Mask]) -> tuple[Layout, dict[str, Plan]]:
         """Return the layout and the plan of each mask. Caches the latest 16 results."""
-        key = tuple(sorted(masks.items()))
-        planned = self._planned.pop(key, None) or self.planner.plans(masks)
-        self._planned[key] = planned
-        if len(self._planned) > _PLANS_KEPT:
-            del self._planned[next(iter(self._planned))]
-        return planned
+        return latest(self._planned, tuple(sorted(masks.items())), lambda: self.planner.plans(masks))
+
+
+def latest(kept: dict[K, V], key: K, make: Callable[[], V]) -> V:
+    """Return `kept[key]`, made first if missing. Keeps the 16 values used most recently."""
+    kept[key] = value = kept.pop(key) if key in kept else make()
+    if len(kept) > _PLANS_KEPT:
+        del kept[next(iter(kept))]
+    return value
 
 
 def _group_of(mesh_or_group: Group, route: str, inner: int | None) -> tuple[RankGroup | None, int | None]:

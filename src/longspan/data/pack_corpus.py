@@ -5,7 +5,7 @@
 Runs without torch. Each row is counted as a separate micro-batch, whatever `micro_batch_size` is.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,7 @@ from longspan.advise import Planner
 from longspan.data.loader import Loader
 from longspan.data.manifest import Counted, Counts, Pack, flat, read_table, write_manifest
 from longspan.data.store import TokenStore
-from longspan.names import window_of
-from longspan.plan import PHASES, Mask, Plan
+from longspan.plan import PHASES, Plan
 from longspan.report import PackReport
 
 
@@ -78,14 +77,14 @@ class RowCounter:
         p = self.planner
         return Counted(
             cp=p.ranks, layout=p.layout, route=p.route, inner=p.inner, ranks_per_node=p.ranks_per_node,
-            comm_dtype=p.comm_dtype, pad_to_multiple_of=p.pad_to_multiple_of, masks=dict(self._layers), heads=p.heads,
+            comm_dtype=p.comm_dtype, pad_to_multiple_of=p.pad_to_multiple_of, masks=dict(p.mask_layers), heads=p.heads,
             head_dim=p.costs.head_dim, itemsize=p.costs.itemsize,
         )  # fmt: skip
 
     def __call__(self, lengths: Sequence[int]) -> Counts:
         """Count a row of documents of `lengths`, over all layers, forward and backward."""
-        layers, costs = self._layers, self.planner.costs
-        masks = {name: Mask.documents(lengths, window=window_of(name)) for name in layers}
+        layers, costs = self.planner.mask_layers, self.planner.costs
+        masks = self.planner.documents(lengths)
         layout, plans = self.planner.plans(masks)
 
         def of_ranks(count: Callable[[Plan, int], float]) -> list[float]:
@@ -102,10 +101,6 @@ class RowCounter:
             rank_blocks=of_ranks(Plan.blocks),
             rank_bytes=[int(total) for total in of_ranks(sent)],
         )
-
-    @property
-    def _layers(self) -> Mapping[str, int]:
-        return self.planner.layers or {"full": 1}
 
 
 def _packs(loader: Loader, epochs: int, count: RowCounter, packed: Callable[[int, int], None] | None) -> Iterator[Pack]:

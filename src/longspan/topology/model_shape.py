@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from longspan.names import mask_name
-
 
 @dataclass(frozen=True)
 class ExpertsShape:
@@ -32,12 +30,5 @@ class ModelShape:
     intermediate_size: int = 0
     """Intermediate size of a dense layer; 0 with experts."""
     experts: ExpertsShape | None = None
-    windows: tuple[int | None, ...] = ()
-    """Attention window of each layer, None for full attention. Default: full attention in every layer."""
     qk_norm: bool = False
     tie_embeddings: bool = False
-
-    @property
-    def mask_names(self) -> tuple[str, ...]:
-        """Name of the mask of each layer."""
-        return tuple(map(mask_name, self.windows or (None,) * self.num_layers))

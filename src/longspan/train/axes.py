@@ -119,7 +119,6 @@ def shape_of(model: ModelConfig) -> ModelShape:
             experts.shared_intermediate_size,
             bool(experts.balance),
         ),
-        windows=model.windows,
         qk_norm=model.qk_norm,
         tie_embeddings=model.tie_embeddings,
     )

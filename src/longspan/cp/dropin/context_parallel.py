@@ -24,7 +24,7 @@ from longspan.comm.agree import check_agreement
 from longspan.comm.groups import Group, as_group, rank_and_size
 from longspan.comm.sharding import gather, shard
 from longspan.cp.attention import attention
-from longspan.cp.context import ContextParallel
+from longspan.cp.context import ContextParallel, latest
 from longspan.cp.dropin.intercept import intercepted, is_intercepted, traced
 from longspan.cp.dropin.recognise import mask_of_dense
 from longspan.errors import SpecError
@@ -32,8 +32,6 @@ from longspan.names import BALANCED
 from longspan.plan import Mask, Plan
 
 Tensor = torch.Tensor
-
-_PLANS_KEPT = 16
 
 
 @contextmanager
@@ -85,9 +83,8 @@ def context_parallel(
         given = repr([(buffer.shape, buffer.dtype, dim) for buffer, dim in zip(held, dims, strict=True)])
         what = {"layouts, masks or routes": dropin.digest, "buffers": given.encode()}
         shards = [_local(buffer, dropin, dim) for buffer, dim in zip(held, dims, strict=True)]
-    except (
-        Exception
-    ) as error:  # of any type: check_agreement also raises on the other ranks, which would hang otherwise
+    except Exception as error:
+        # Of any type: check_agreement also raises on the other ranks, which would hang otherwise.
         problem = error
     check_agreement(cp.group, what, problem)
     with ExitStack() as stack:
@@ -158,11 +155,8 @@ class DropIn:
 
     def _plan(self, heads: tuple[int, int], mask: Mask) -> Plan:
         """Return the plan of a mask for these heads. Caches the latest 16."""
-        plan = self._plans.pop((heads, mask), None) or replace(self.cp.planner, heads=heads).plan(self.layout, mask)
-        self._plans[heads, mask] = plan
-        if len(self._plans) > _PLANS_KEPT:
-            del self._plans[next(iter(self._plans))]
-        return plan
+        planner = replace(self.cp.planner, heads=heads)
+        return latest(self._plans, (heads, mask), lambda: planner.plan(self.layout, mask))
 
     def _check_lengths(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         if min(q.ndim, k.ndim, v.ndim) < 2:
