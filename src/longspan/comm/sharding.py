@@ -1,8 +1,9 @@
 """Shard a global tensor into the ranks' local slots, and unshard local slots."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from longspan.comm.gather import stack
@@ -10,6 +11,8 @@ from longspan.comm.groups import RankGroup
 from longspan.comm.upload import upload
 from longspan.errors import SpecError
 from longspan.plan import Layout
+
+Array = np.ndarray
 
 
 def shard(x: torch.Tensor, layout: Layout, rank: int, dim: int, fill: float = 0) -> torch.Tensor:
@@ -38,40 +41,65 @@ def unshard(parts: Sequence[torch.Tensor], layout: Layout, dim: int) -> torch.Te
     return torch.cat(live, dim=index).index_select(index, inverse)
 
 
-def gather(x: torch.Tensor, layout: Layout, rank: int, dim: int, group: RankGroup | None) -> torch.Tensor:
-    """Gather the global tensor on every rank from the slots of all ranks. Collective, differentiable.
+def gather(
+    x: torch.Tensor,
+    layout: Layout,
+    rank: int,
+    dim: int,
+    group: RankGroup | None,
+    positions: Iterable[int] | None = None,
+) -> torch.Tensor:
+    """Gather the global tensor, or its rows at global `positions`, on every rank from the slots of all ranks.
 
-    Backward keeps this rank's slots of the gradient, which must be the same on all ranks.
+    Collective, differentiable. Backward keeps this rank's slots of the gradient, which must be the same on all ranks.
     """
-    full: torch.Tensor = _Gather.apply(x, layout, rank, dim, group)  # type: ignore[no-untyped-call]
+    index = dim % x.ndim
+    if x.shape[index] != layout.num_slots(rank):
+        raise SpecError(
+            f"dim {dim} of a tensor {tuple(x.shape)} is not the {layout.num_slots(rank)} slots of rank {rank}",
+            hint="give a tensor that has this rank's slots, as shard returns it",
+        )
+    slots, places = _held(layout, positions)
+    mine = x.index_select(index, upload(torch.from_numpy(slots[rank]), x.device))
+    full: torch.Tensor = _Gather.apply(mine, places, rank, index, group)  # type: ignore[no-untyped-call]
     return full
+
+
+def _held(layout: Layout, positions: Iterable[int] | None) -> tuple[list[Array], list[Array]]:
+    """Return, for each rank, its slots that hold one of `positions` (default: all), and their places among these."""
+    owner, slot = np.empty((2, layout.seq_len), np.int64)
+    for rank, count in enumerate(layout.counts.tolist()):
+        held = layout.positions(rank)[:count]
+        owner[held], slot[held] = rank, np.arange(count)
+    wanted = np.arange(layout.seq_len) if positions is None else np.asarray(list(positions), np.int64)
+    if wanted.ndim != 1 or (wanted.size and not 0 <= wanted.min() <= wanted.max() < layout.seq_len):
+        raise SpecError(
+            f"positions {wanted.tolist()[:8]} are not global token positions 0..{layout.seq_len - 1}",
+            hint="give indices of the global row, before sharding",
+        )
+    places = [np.flatnonzero(owner[wanted] == rank) for rank in range(layout.ranks)]
+    return [slot[wanted[place]] for place in places], places
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, layout: Layout, rank: int, dim: int, group: RankGroup | None
+        ctx: Any, x: torch.Tensor, places: list[Array], rank: int, index: int, group: RankGroup | None
     ) -> torch.Tensor:
-        ctx.layout, ctx.rank, ctx.dim = layout, rank, dim
-        index = dim % x.ndim
-        if x.shape[index] != layout.num_slots(rank):
-            raise SpecError(
-                f"dim {dim} of a tensor {tuple(x.shape)} is not the {layout.num_slots(rank)} slots of rank {rank}",
-                hint="give a tensor that has this rank's slots, as shard returns it",
-            )
-        if group is None:
-            return unshard([x], layout, dim)
-        # All-gather needs equal sizes: pad to the largest number of slots.
-        longest = max(layout.num_slots(r) for r in range(layout.ranks))
-        padded = x.new_zeros(longest, *(size for d, size in enumerate(x.shape) if d != index))
-        padded[: x.shape[index]] = x.movedim(index, 0)
-        everyone = stack(padded, group)
-        parts = [everyone[r, : layout.num_slots(r)].movedim(0, index) for r in range(layout.ranks)]
-        return unshard(parts, layout, dim)
+        ctx.place, ctx.index = places[rank], index
+        parts = [x]
+        if group is not None:
+            # All-gather needs equal sizes: pad to the largest number of rows.
+            padded = x.new_zeros(max(map(len, places)), *(size for d, size in enumerate(x.shape) if d != index))
+            padded[: x.shape[index]] = x.movedim(index, 0)
+            everyone = stack(padded, group)
+            parts = [everyone[r, : len(place)].movedim(0, index) for r, place in enumerate(places)]
+        inverse = upload(torch.from_numpy(np.argsort(np.concatenate(places))), x.device)
+        return torch.cat(parts, dim=index).index_select(index, inverse)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return shard(grad, ctx.layout, ctx.rank, ctx.dim), None, None, None, None
+        return grad.index_select(ctx.index, upload(torch.from_numpy(ctx.place), grad.device)), None, None, None, None
 
 
 def _check(x: torch.Tensor, seq_len: int, dim: int) -> int:

@@ -3,9 +3,11 @@
 All tensors of a micro-batch share one layout. Each mask has a plan of its own over that layout.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar, overload
+from dataclasses import replace
+from typing import NoReturn, TypeVar, overload
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,13 @@ _PADDING = {"labels": IGNORED, "position_ids": -1}
 """Value in padding slots, by tensor name. Default: 0."""
 
 _PLANS_KEPT = 16
+
+_sharded: "WeakSet[ContextParallel]" = WeakSet()
+
+
+def is_sharded_run() -> bool:
+    """Whether this process holds a `ContextParallel` of more than one rank."""
+    return len(_sharded) > 0
 
 
 class ContextParallel:
@@ -90,7 +99,10 @@ class ContextParallel:
         self.agreed: set[str] = set()
         """Kinds of attention call that the ranks have compared already."""
         self._planned: dict[tuple[tuple[str, Mask], ...], tuple[Layout, dict[str, Plan]]] = {}
+        self._of_models: dict[object, ContextParallel] = {}
         planner.check()
+        if self.size > 1:
+            _sharded.add(self)
 
     def __deepcopy__(self, memo: object) -> "ContextParallel":
         """Return self, so that a copied model uses the same group: process groups cannot be copied."""
@@ -104,20 +116,33 @@ class ContextParallel:
         compare layout, masks, route and, if given, `ids` (the global input ids, or a digest of the batch). If ranks
         differ, every rank raises a `DisagreementError` that names the differing ranks, before any other exchange.
         """
-        problem: Exception | None = None
-        what = {"layouts, masks or routes": b"", "token ids": b""}
         try:
             sequence = Sequence(self, dict(mask) if isinstance(mask, Mapping) else {"full": mask})
-            what["layouts, masks or routes"] = sequence.digest
             if isinstance(ids, Tensor):
-                what["token ids"] = ids.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            elif ids is not None:
-                what["token ids"] = ids
+                ids = ids.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         except Exception as error:
-            # Of any type: check_agreement also raises on the other ranks, which would hang otherwise.
-            problem = error
-        check_agreement(self.group, what, problem)
+            self.refuse(error)
+        self._agree(sequence.digest, ids or b"")
         yield sequence
+
+    def refuse(self, problem: Exception) -> NoReturn:
+        """Raise `problem`, of any type, here and, as a `DisagreementError`, on the ranks that enter a sequence. Collective."""
+        self._agree(b"", b"", problem)
+        raise problem
+
+    def _agree(self, plans: bytes, ids: bytes, problem: Exception | None = None) -> None:
+        check_agreement(self.group, {"layouts, masks or routes": plans, "token ids": ids}, problem)
+
+    def for_model(self, heads: tuple[int, int] | None, layers: Mapping[str, int]) -> "ContextParallel":
+        """Return this object with the numbers of heads and, for "balanced", of layers by mask of one model. Cached."""
+        balanced = self.planner.layout == BALANCED
+        key = heads, tuple(layers.items()) if balanced else ()
+        if key not in self._of_models:
+            planner = replace(
+                self.planner, heads=heads or self.planner.heads, layers=layers if balanced else self.planner.layers
+            )
+            self._of_models[key] = ContextParallel.by(self.group, planner, self.kernel)
+        return self._of_models[key]
 
     def plans(self, masks: Mapping[str, Mask]) -> tuple[Layout, dict[str, Plan]]:
         """Return the layout and the plan of each mask. Caches the latest 16 results."""
@@ -243,9 +268,9 @@ class Sequence:
             raise SpecError(f"dim={dim!r} for one tensor is not an integer", hint="give dim as an integer")
         return shard(x, self.layout, self.cp.rank, dim)
 
-    def unshard(self, x: Tensor, dim: int) -> Tensor:
-        """Gather the global tensor on every rank from the slots of all ranks. Collective, differentiable.
+    def unshard(self, x: Tensor, dim: int, positions: Iterable[int] | None = None) -> Tensor:
+        """Gather the global tensor, or its rows at global `positions`, on every rank. Collective, differentiable.
 
         Backward keeps this rank's slots of the gradient, which must be the same on all ranks.
         """
-        return gather(x, self.layout, self.cp.rank, dim, self.cp.group)
+        return gather(x, self.layout, self.cp.rank, dim, self.cp.group, positions)

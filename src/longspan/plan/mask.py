@@ -66,6 +66,23 @@ class Mask:
         return cls._make(int(sizes.sum()), np.stack(columns, axis=1))
 
     @classmethod
+    def chunked(cls, lengths: Sequence[int] | Array, chunk: int) -> Self:
+        """Pack documents, each cut into chunks of `chunk` tokens from its first one. A query sees its chunk up to itself.
+
+        The attention of Llama 4's local layers.
+        """
+        if whole("chunk", chunk) < 1:
+            raise SpecError(
+                f"chunk={chunk} is below 1: a query sees at least itself", hint="use Mask.documents for none"
+            )
+        sizes = _integers("document lengths", lengths, 1)
+        whole_chunks = np.maximum(sizes, 0) // chunk
+        cuts = [
+            [chunk] * count + [rest] for count, rest in zip(whole_chunks, sizes - whole_chunks * chunk, strict=True)
+        ]
+        return cls.documents([size for document in cuts for size in document])
+
+    @classmethod
     def prefix(cls, seq_len: int, prefix_len: int) -> Self:
         """Prefix-LM: the first `prefix_len` tokens all see each other, and later tokens are causal."""
         if not 0 <= prefix_len <= seq_len:

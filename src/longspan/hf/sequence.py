@@ -1,0 +1,225 @@
+"""`hf.sequence`: one batch of a Hugging Face model, sharded; `Sequence`: its inputs, masks and gradients.
+
+    rows (B, S), padded or packed -> documents on one axis -> this rank's slots (1, T) -> model -> loss share -> backward
+
+A mean over the batch's targets is the sum of the ranks' shares, so that wrappers which average gradients need the factor
+that `Sequence.backward` applies.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from longspan.comm.gather import stack
+from longspan.comm.groups import Group, as_group
+from longspan.cp.attention import share_of
+from longspan.cp.context import ContextParallel
+from longspan.cp.context import Sequence as Shards
+from longspan.cp.engine.operators import ShareRef
+from longspan.data import Batch, to_padded
+from longspan.errors import SpecError
+from longspan.hf import interface
+from longspan.hf.mask_kinds import OVERLAY, kinds_of_layers, mask_of
+from longspan.hf.router_loss import share_router_losses
+from longspan.hf.rows import Rows, rows_of
+from longspan.hf.wrappers import averaging_ranks
+
+Tensor = torch.Tensor
+
+_used: WeakKeyDictionary[nn.Module, dict[tuple[str, int, int], None]] = WeakKeyDictionary()
+"""Model -> the kinds of mask and numbers of heads of its attention calls, which later sequences plan at their start."""
+
+
+@contextmanager
+def sequence(
+    cp: ContextParallel,
+    model: nn.Module,
+    batch: Batch | Mapping[str, Any],
+    num_targets: int | Tensor | None = None,
+) -> Iterator["Sequence"]:
+    """Shard one batch for a model built with `attn_implementation="longspan"`. Collective over the CP group.
+
+    - `batch`: a `Batch`, or global `input_ids` (B, S) with optional `labels` (B, S, not shifted; -100 ignored) and either
+      `attention_mask` (B, S, padding on the left or right) or `position_ids` (B, S, restarting at 0 in every document).
+      The same on every rank of the CP group. Other keys are refused.
+    - `num_targets`: targets of the whole global batch: all data-parallel ranks, and all micro-batches until the optimizer
+      step (see `count_targets`). Default: those of this batch alone.
+
+    Within the block, `model(**seq.inputs)` computes this rank's tokens. `loss` is this rank's share: the shares of all ranks
+    sum to the mean over `num_targets`. Backward, also with recomputation, may run after the block.
+
+    Raises `SpecError` before any exchange for a model or batch that cannot be run exactly, `DisagreementError` on all ranks
+    if they were given different batches.
+    """
+    if interface.open_sequence() is not None:
+        raise SpecError(
+            "hf.sequence was entered inside hf.sequence",
+            hint="leave the first block before the second; the first one's backward may run later",
+        )
+    try:
+        base = unwrapped(model)
+        _check_model(base)
+        rows = rows_of(batch)
+        kinds = _kinds_to_plan(base)
+        planned = cp.for_model(_heads_of(base), kinds)
+        masks = {kind: mask_of(kind, rows.batch.lengths) for kind in kinds}
+    except Exception as error:
+        cp.refuse(error)
+    share_router_losses(base)
+    with planned.sequence(masks, ids=rows.batch.digest()) as shards:
+        opened = Sequence(shards, model, rows, num_targets)
+    interface.enter(opened)
+    try:
+        yield opened
+    finally:
+        interface.enter(None)
+
+
+class SequenceMask:
+    """One kind of mask of a sequence, as transformers hands it from layer to layer in place of a dense mask."""
+
+    def __init__(self, sequence: "Sequence", kind: str) -> None:
+        self.sequence, self.kind = sequence, kind
+        self.shares: dict[tuple[int, int], ShareRef] = {}
+
+    def share(self, heads: int, kv_heads: int) -> ShareRef:
+        """Return this rank's share of the plan for these numbers of heads."""
+        if (heads, kv_heads) not in self.shares:
+            self.sequence.plan(self, (heads, kv_heads))
+        return self.shares[heads, kv_heads]
+
+
+class Sequence:
+    """One batch of a model under context parallelism.
+
+    `inputs`: keyword arguments of the model, this rank's tokens (1, T): `input_ids`, `position_ids`, `attention_mask` (1: a
+    token, 0: a padding slot), `labels` and `shift_labels` (shifted on the global row), `num_items_in_batch`, `use_cache`.
+    """
+
+    def __init__(self, shards: Shards, model: nn.Module, rows: Rows, num_targets: int | Tensor | None) -> None:
+        self.shards, self.layout, self.batch = shards, shards.layout, rows.batch
+        self._rows, self._model = rows, model
+        self._masks: dict[str, SequenceMask] = {}
+        for kind, heads, kv_heads in tuple(_used.get(unwrapped(model), ())):
+            self.mask(kind).share(heads, kv_heads)
+        self.inputs = self._inputs(_device_of(model), rows.batch.num_targets if num_targets is None else num_targets)
+
+    def _inputs(self, device: torch.device, num_targets: int | Tensor) -> dict[str, Any]:
+        whole = {name: x.to(device) for name, x in self.batch.tensors().items()}
+        local = self.shards.shard(whole, dim=1)
+        positions = local["position_ids"]
+        count = torch.as_tensor(num_targets, device=device).clamp(min=1)
+        return {
+            "input_ids": local["input_ids"],
+            "position_ids": positions.clamp(min=0),
+            "attention_mask": (positions >= 0).long(),
+            "labels": local["labels"],
+            "shift_labels": local["labels"],
+            "num_items_in_batch": count,
+            "use_cache": False,
+        }
+
+    def mask(self, kind: str) -> SequenceMask:
+        """Return the mask of a kind. Called by the model's forward, through the registered mask function."""
+        if kind not in self._masks:
+            self._add(kind)
+        return self._masks[kind]
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _add(self, kind: str) -> None:
+        if kind == OVERLAY:
+            raise SpecError(
+                "the model lays a mask of its own over causal attention, such as blocks of image tokens",
+                hint="give a text model and its text inputs alone",
+            )
+        self._masks[kind] = SequenceMask(self, kind)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def plan(self, mask: SequenceMask, heads: tuple[int, int]) -> None:
+        """Plan a mask for these numbers of heads, unless the plan that the ranks have compared serves them."""
+        cp = self.shards.cp
+        plan = self.shards.plans.get(mask.kind)
+        if plan is None or plan.heads not in (None, heads):
+            plan = replace(cp.planner, heads=heads).plan(self.layout, mask_of(mask.kind, self.batch.lengths))
+        mask.shares[heads] = share_of(plan, cp.group, cp.kernel, mask.kind, cp.agreed)
+        _used.setdefault(unwrapped(self._model), {})[mask.kind, *heads] = None
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Run `loss.backward()`, scaled so that gradients come out as sums over ranks.
+
+        DDP and FSDP2 average gradients over their ranks; the loss is multiplied by that number. Without a wrapper, gradients
+        are this rank's part, and the caller sums them over the ranks. `loss` is a rank's share, or equal on all ranks if
+        computed from `unshard`.
+        """
+        (loss * averaging_ranks(self._model, self.shards.cp)).backward(**options)
+
+    def unshard(self, x: Tensor, dim: int = 1, positions: Iterable[int] | None = None) -> Tensor:
+        """Gather the global tensor, or its rows at global `positions`, on every rank. Collective, differentiable.
+
+        The token axis is that of `batch`: the documents one after the other, without padding. Compute the same loss from the
+        result on every rank: each rank keeps its own part of the gradient.
+        """
+        return self.shards.unshard(x, dim, positions)
+
+    def to_rows(self, values: Tensor, fill: float = 0.0) -> Tensor:
+        """Gather one value per token, (1, T), and return it in the batch's own shape (B, S), with `fill` at padding.
+
+        Values are as the model gives them: that of a token predicts the next one.
+        """
+        whole = self.unshard(values)
+        return to_padded(whole, self._rows.real, fill)
+
+
+def count_targets(batches: Iterable[Batch | Mapping[str, Any]], group: Group = None) -> int:
+    """Count the targets of the micro-batches of one optimizer step over the ranks of the data-parallel `group`. Collective.
+
+    `batches`: the batches that this rank will pass to `sequence`. `group`: the data-parallel ranks, one for each CP group;
+    default: this rank alone.
+    """
+    count = torch.tensor([sum(rows_of(batch).batch.num_targets for batch in batches)])
+    return int(stack(count, as_group(group)).sum())
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Return the model of transformers within wrappers that hold it as `module`, such as DDP, or compiled."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module) or hasattr(model, "config"):
+            return model
+        model = inner
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
+
+
+def _check_model(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise SpecError(f"{type(model).__name__} is not a model of transformers: it has no config")
+    given = config.get_text_config()._attn_implementation
+    if given != interface.NAME:
+        raise SpecError(
+            f"{type(model).__name__} was built with attn_implementation={given!r}",
+            hint='call model.set_attn_implementation("longspan"), or from_pretrained(..., attn_implementation="longspan")',
+        )
+
+
+def _kinds_to_plan(model: Any) -> dict[str, int]:
+    """Return kind of mask -> layers: as used by the model so far, else as its configuration states."""
+    stated = kinds_of_layers(model.config.get_text_config())
+    used = {kind for kind, *_ in _used.get(model, ())}
+    return {kind: stated.get(kind, 1) for kind in sorted(used)} if used else stated
+
+
+def _heads_of(model: Any) -> tuple[int, int] | None:
+    """Return (query heads, KV heads) as the configuration states them. Calls with other numbers get plans of their own."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return (heads, kv_heads) if isinstance(heads, int) and isinstance(kv_heads, int) else None
