@@ -40,9 +40,8 @@ def rows_of(given: Batch | Mapping[str, Any]) -> Rows:
                 unknown[0] if unknown else "", "leave other keys out, or give them to the model beside seq.inputs"
             ),
         )
-    ids, labels, mask, positions = (
-        held.get(name) for name in ("input_ids", "labels", "attention_mask", "position_ids")
-    )
+    ids = held["input_ids"]
+    labels, mask, positions = held.get("labels"), held.get("attention_mask"), held.get("position_ids")
     if mask is not None and mask.ndim != 2:
         raise SpecError(
             f"attention_mask of shape {mask.shape}: a dense mask of the whole sequence would take its square in memory",

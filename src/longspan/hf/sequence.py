@@ -105,8 +105,9 @@ class Sequence:
         self.shards, self.layout, self.batch = shards, shards.layout, rows.batch
         self._rows, self._model = rows, model
         self._masks: dict[str, SequenceMask] = {}
-        for kind, heads, kv_heads in tuple(_used.get(unwrapped(model), ())):
-            self.mask(kind).share(heads, kv_heads)
+        # Planned before the forward, so that compiled code need not.
+        for kind, *heads in tuple(_used.get(unwrapped(model), ())) or _stated_calls(shards):
+            self.mask(kind).share(*heads)
         self.inputs = self._inputs(_device_of(model), rows.batch.num_targets if num_targets is None else num_targets)
 
     def _inputs(self, device: torch.device, num_targets: int | Tensor) -> dict[str, Any]:
@@ -192,6 +193,12 @@ def unwrapped(model: nn.Module) -> Any:
         if not isinstance(inner, nn.Module) or hasattr(model, "config"):
             return model
         model = inner
+
+
+def _stated_calls(shards: Shards) -> list[tuple[str, int, int]]:
+    """Return (kind of mask, query heads, KV heads) of the attention calls that the model's configuration states."""
+    heads = shards.cp.planner.heads
+    return [(kind, *heads) for kind in shards.plans] if heads is not None else []
 
 
 def _device_of(model: nn.Module) -> torch.device:
