@@ -15,8 +15,8 @@ LENGTHS = [40, 17, 39]
 VOCAB = 64
 _SIZES = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-    "attention_dropout": 0.0,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0,
 }  # fmt: skip
 
 
@@ -61,7 +61,8 @@ MODELS = {
         Tiny("opt", {"ffn_dim": 48, "dropout": 0.0, "word_embed_proj_dim": 32}),
         Tiny(
             "minicpm3",
-            {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12},
+            {"num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16,
+             "qk_rope_head_dim": 8, "v_head_dim": 12},
         ),
         Tiny("qwen3_moe", dict(num_experts=4, **_EXPERTS)),
         Tiny("mixtral", {"num_local_experts": 4, "sliding_window": None}),
@@ -73,7 +74,8 @@ MODELS = {
         Tiny("gemma3_text", {"sliding_window": 20, "query_pre_attn_scalar": 8, "num_hidden_layers": 3,
              "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}, bounds=_ISLANDS),
         Tiny("cohere2", {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}, bounds=_ISLANDS),
-        Tiny("llama4_text", {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48, "num_hidden_layers": 4},
+        Tiny("llama4_text", {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 48,
+             "num_hidden_layers": 4},
              "eager", _ISLANDS),
         Tiny("mimo_v2_flash", dict(head_dim=12, v_head_dim=8, swa_head_dim=12, swa_v_head_dim=8, swa_num_attention_heads=4,
              swa_num_key_value_heads=4, sliding_window=20, n_routed_experts=4, hybrid_layer_pattern=[0, 1], **_EXPERTS),

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -36,6 +36,8 @@ _Call = tuple[str, int, int]
 """(kind of mask, query heads, KV heads) of an attention call."""
 _unstated: WeakKeyDictionary[nn.Module, dict[_Call, None]] = WeakKeyDictionary()
 """Model -> the calls that its configuration does not state. Planned when they occur, and at the start of later sequences."""
+
+_watched: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
@@ -74,7 +76,10 @@ def sequence(
         planned = cp.with_options(**_options(cp, base, kinds, rows))
     except Exception as error:
         cp.refuse(error)
-    share_router_losses(base)
+    if base not in _watched:
+        share_router_losses(base)
+        base.register_forward_pre_hook(_check_keywords, with_kwargs=True)
+        _watched.add(base)
     counted = "" if isinstance(num_targets, Tensor) else f"{num_targets}"
     with planned.sequence(masks, ids=rows.digest + counted.encode()) as shards:
         opened = Sequence(shards, model, rows, num_targets)
@@ -214,13 +219,51 @@ def _device_of(model: nn.Module) -> torch.device:
 def _check_model(model: Any) -> None:
     config = getattr(model, "config", None)
     if config is None:
-        raise SpecError(f"{type(model).__name__} is not a model of transformers: it has no config")
+        raise SpecError(
+            f"{type(model).__name__} is not a model of transformers: it has no config",
+            hint="for a model of your own, call seq.attention of ContextParallel.sequence in its layers",
+        )
+    if len(devices := {str(device) for device in getattr(model, "hf_device_map", {}).values()}) > 1:
+        raise SpecError(
+            f"{type(model).__name__} lies on several devices: {', '.join(sorted(devices))}",
+            hint="load the model without device_map; one process has one device, and FSDP2 shards the weights",
+        )
     given = config.get_text_config()._attn_implementation
     if given != interface.NAME:
         raise SpecError(
             f"{type(model).__name__} was built with attn_implementation={given!r}",
             hint='call model.set_attn_implementation("longspan"), or from_pretrained(..., attn_implementation="longspan")',
         )
+
+
+def _check_keywords(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Raise `SpecError` if a call within a sequence is given what would be counted on this rank's tokens alone."""
+    sequence = interface.open_sequence()
+    if sequence is None:
+        return
+    for name, hint in _LOCAL.items():
+        value = given.get(name)
+        if value is not None and (isinstance(value, Tensor) or value):
+            raise SpecError(f"{type(model).__name__} was given {name}= within hf.sequence", hint=hint)
+    if args or given.get("input_ids") is not sequence.inputs["input_ids"]:
+        raise SpecError(
+            f"{type(model).__name__} was given other tokens than those of hf.sequence",
+            hint="call model(**seq.inputs): this rank's tokens, with their positions and targets",
+        )
+    if given.get("labels") is not None and given.get("shift_labels") is not sequence.inputs.get("shift_labels"):
+        raise SpecError(
+            f"{type(model).__name__} was given labels, which it would shift within this rank's tokens",
+            hint="put labels in the batch that hf.sequence takes; they are shifted on the whole row",
+        )
+
+
+_LOCAL = {
+    "logits_to_keep": "select logits of any tokens by seq.unshard(out.logits, positions=...)",
+    "use_cache": "leave it out: a cache serves generation, which runs outside hf.sequence",
+    "past_key_values": "leave it out: a cache serves generation, which runs outside hf.sequence",
+    "output_attentions": "leave it out: attention weights are never computed",
+}
+"""Keyword of a model -> the way out, for what has another meaning on a shard."""
 
 
 def _options(cp: ContextParallel, model: Any, kinds: dict[str, int], rows: Rows) -> dict[str, Any]:
