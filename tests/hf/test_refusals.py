@@ -18,7 +18,7 @@ BATCHES = {
     "no ids": ({"labels": IDS}, "the batch holds no input_ids", "leave other keys out"),
     "shifted": ({"input_ids": IDS, "shift_labels": IDS}, "the batch holds 'shift_labels'", "give labels as the collator makes"),
     "embeddings": ({"input_ids": IDS, "inputs_embeds": IDS}, "the batch holds 'inputs_embeds'", "give input_ids"),
-    "logits to keep": ({"input_ids": IDS, "logits_to_keep": 1}, "the batch holds 'logits_to_keep'", "seq.unshard(out.logits, pos"),
+    "logits to keep": ({"input_ids": IDS, "logits_to_keep": 1}, "the batch holds 'logits_to_keep'", "seq.unshard(out.logits"),
     "a cache": ({"input_ids": IDS, "past_key_values": 1}, "the batch holds 'past_key_values'", "outside hf.sequence"),
     "pixels": ({"input_ids": IDS, "pixel_values": IDS}, "the batch holds 'pixel_values'", "beside seq.inputs"),
     "cu_seq_lens": ({"input_ids": IDS, "cu_seq_lens_q": IDS}, "the batch holds 'cu_seq_lens_q'", "that restart at 0"),
