@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,13 +23,14 @@ from longspan.cp.context import ContextParallel
 from longspan.cp.context import Sequence as Shards
 from longspan.cp.engine.operators import ShareRef
 from longspan.data import Batch, to_padded
+from longspan.data.arrays import IntArray
 from longspan.errors import SpecError
 from longspan.hf import interface
 from longspan.hf.mask_kinds import OVERLAY, kinds_of_layers, mask_of
 from longspan.hf.router_loss import share_router_losses
 from longspan.hf.rows import Rows, rows_of
 from longspan.hf.wrappers import averaging_ranks
-from longspan.names import BALANCED
+from longspan.names import BALANCED, IGNORED
 
 Tensor = torch.Tensor
 
@@ -122,17 +124,24 @@ class Sequence:
         self.inputs = self._inputs(_device_of(model), rows.batch.num_targets if num_targets is None else num_targets)
 
     def _inputs(self, device: torch.device, num_targets: int | Tensor) -> dict[str, Any]:
-        whole = {name: x.to(device) for name, x in self.batch.tensors().items()}
-        local = self.shards.shard(whole, dim=1)
-        positions = local["position_ids"]
-        count = torch.as_tensor(num_targets, device=device).clamp(min=1)
-        targets = {"labels": local["labels"], "shift_labels": local["labels"], "num_items_in_batch": count}
+        ids, labels = self._local(self.batch.input_ids, 0, device), self._local(self.batch.labels, IGNORED, device)
+        targets = {
+            "labels": labels,
+            "shift_labels": labels,
+            "num_items_in_batch": torch.as_tensor(num_targets, device=device).clamp(min=1),
+        }
         return {
-            "input_ids": local["input_ids"],
-            "position_ids": positions.clamp(min=0),
-            "attention_mask": (positions >= 0).long(),
+            "input_ids": ids,
+            "position_ids": self._local(self.batch.position_ids, 0, device),
+            "attention_mask": self._local(np.ones_like(self.batch.input_ids), 0, device),
             "use_cache": False,
         } | (targets if self._rows.labelled else {})
+
+    def _local(self, values: IntArray, fill: int, device: torch.device) -> Tensor:
+        """Return this rank's slots (1, T) of a global row (S,). Nothing of the row's length reaches the device."""
+        positions = self.layout.positions(self.shards.cp.rank)
+        local = np.where(positions < 0, fill, values[positions.clip(min=0)])
+        return torch.from_numpy(local)[None].to(device)
 
     def mask(self, kind: str) -> SequenceMask:
         """Return the mask of a kind. Called by the model's forward, through the registered mask function."""
