@@ -55,7 +55,7 @@ def test_planning_commands_run(command, tmp_path, monkeypatch):
 
 def test_the_python_of_the_readme_is_that_of_the_examples():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks == [(ROOT / "examples" / name).read_text() for name in ("long.py", "attend.py")]
+    assert blocks == [(ROOT / "examples" / name).read_text() for name in ("long.py", "attend.py", "huggingface.py")]
 
 
 def run_on_one_gpu(command, *words):
