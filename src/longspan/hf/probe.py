@@ -132,15 +132,15 @@ class Probe:
         except _MaskReadError:
             where, calls = self._where(), len(self._trace.calls)
             if self._masked and not calls:
-                calls = self._calls_without_mask(tokens, positions, others)
+                calls = self._calls_with_dense_mask(tokens, positions, others)
             raise Found(where, *(READS_MASK if calls else NO_INTERFACE)) from None
         except Exception as error:
             text = str(error).strip().splitlines() or [""]
             raise Found(self._where(), f"raised {type(error).__name__}: {text[0]}", _REPORT) from error
         return self._trace
 
-    def _calls_without_mask(self, tokens: Tensor, positions: Tensor | None, others: dict[str, Any]) -> int:
-        """How often the model calls the attention function if it gets no mask to compute with. Raises what is `Found` then."""
+    def _calls_with_dense_mask(self, tokens: Tensor, positions: Tensor | None, others: dict[str, Any]) -> int:
+        """How often the model calls the attention function if the mask is a tensor. Raises what is `Found` then."""
         self._masked = False
         try:
             return len(self.run(tokens, positions, **others).calls)
@@ -170,8 +170,8 @@ class Probe:
         if numbers:
             self._trace.events.append(Event(where, step, nth, torch.stack(numbers).sum(0)))
 
-    def _mask(self, **call: Any) -> "_MaskStandIn | None":
-        return _MaskStandIn(kind_of(**call)) if self._masked else None
+    def _mask(self, **call: Any) -> "_MaskStandIn | Tensor":
+        return _MaskStandIn(kind_of(**call)) if self._masked else torch.zeros(1, 1, self._length, self._length)
 
     def _attend(
         self,

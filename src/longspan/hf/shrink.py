@@ -36,14 +36,13 @@ def shrink(cls: Any, config: Any, tokens: Tensor, dtype: torch.dtype = torch.flo
             small = _prepared(way(config))
             with torch.device("meta"):
                 whole = cls(copy.deepcopy(small))
-            if (size := sum(p.numel() for p in whole.parameters())) > _LARGEST:
-                raise MemoryError(f"{size:,} parameters are left in the small copy")
         except Exception as error:
             failure = failure or error
             continue
         for made in (_shallow, _shortened, _whole):
             try:
-                if (model := made(cls, copy.deepcopy(small), whole)) is not None:
+                model = made(cls, copy.deepcopy(small), whole)
+                if model is not None:
                     randomize(model.to(dtype).train())
                     with torch.no_grad():
                         model(tokens, use_cache=False)
@@ -52,6 +51,11 @@ def shrink(cls: Any, config: Any, tokens: Tensor, dtype: torch.dtype = torch.flo
                 failure = failure or error
     assert failure is not None
     raise failure
+
+
+def _checked(meta: nn.Module) -> None:
+    if (size := sum(p.numel() for p in meta.parameters())) > _LARGEST:
+        raise MemoryError(f"{size:,} parameters are left in the small copy")
 
 
 def _prepared(config: Any) -> Any:
@@ -68,6 +72,8 @@ def _shallow(cls: Any, config: Any, whole: nn.Module) -> Any:
         least = _first_of_each(kinds)
         if least == len(layers) or not any([at_depth(each, len(layers), least) for each in _configs(config)]):
             continue
+        with torch.device("meta"):
+            _checked(cls(copy.deepcopy(config)))
         model = cls(config)
         made = [_signatures(each, config) for _, _, each in _layer_lists(model) if len(each) == least]
         return model if least == 1 or kinds[:least] in made else None
@@ -75,6 +81,7 @@ def _shallow(cls: Any, config: Any, whole: nn.Module) -> Any:
 
 
 def _shortened(cls: Any, config: Any, whole: nn.Module) -> Any:
+    _checked(whole)
     model = cls(config)
     for owner, name, layers in list(_layer_lists(model)):
         setattr(owner, name, layers[: _first_of_each(_signatures(layers, model.config))])
@@ -82,6 +89,7 @@ def _shortened(cls: Any, config: Any, whole: nn.Module) -> Any:
 
 
 def _whole(cls: Any, config: Any, whole: nn.Module) -> Any:
+    _checked(whole)
     return cls(config)
 
 
@@ -183,7 +191,7 @@ def _shrunk(config: Any, sizes_of: Callable[[dict[str, Any], dict[str, set[int]]
     config = copy.deepcopy(config)
     for each in _configs(config):
         overrides = getattr(vars(each).get("_heterogeneity_spec"), "per_layer_overrides", {}).values()
-        places = [vars(each), *overrides]
+        places, old = [vars(each), *overrides], dict(vars(each))
         roles: dict[str, set[int]] = {}
         for place in places:
             for name, value in place.items():
@@ -197,9 +205,26 @@ def _shrunk(config: Any, sizes_of: Callable[[dict[str, Any], dict[str, set[int]]
             parts = [place.get(f"qk_{part}head_dim") for part in ("nope_", "rope_", "")]
             if all(map(_int, parts)):
                 place["qk_head_dim"] = parts[0] + parts[1]
+        _keep_products(old, vars(each))
         _shrink_rope(vars(each))
     return config
 
+
+def _keep_products(old: dict[str, Any], new: dict[str, Any]) -> None:
+    """Let heads times head dim be what it was: a multiple of the width, or another size, as of state-space layers."""
+    hidden = next((name for name in _WIDTHS if _int(old.get(name))), None)
+    expand = next((name for name in old if re.search("expand$", name) and _int(old[name])), None)
+    for heads in [name for name in old if _role(name) == "heads" and _int(old[name])]:
+        for dim in [name for name in old if _role(name) == "head dim" and _int(old[name])]:
+            product = old[heads] * old[dim]
+            if hidden and expand and product == old[expand] * old[hidden] and old[expand] > 1:
+                new[heads] = new[expand] * new[hidden] // new[dim]
+            for name in [name for name in old if name != hidden and _int(old[name]) and old[name] == product]:
+                if name.startswith(heads.split("_")[0]):
+                    new[name] = new[heads] * new[dim]
+
+
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim")
 
 _COMMON: dict[str, Callable[[int], int]] = {
     "vocabulary": lambda n: min(n, VOCABULARY),
@@ -215,7 +240,7 @@ def _main(values: dict[str, Any]) -> tuple[int, int, int]:
     hidden, heads, dim = (
         next((values[name] for name in names if _int(values.get(name))), 0)
         for names in (
-            ("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_dim"),
+            _WIDTHS,
             ("num_attention_heads", "n_head", "n_heads", "num_heads"),
             ("head_dim", "d_kv"),
         )
