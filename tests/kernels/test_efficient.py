@@ -17,7 +17,7 @@ from longspan.kernels.efficient import EfficientKernel
 from longspan.kernels.protocol import launches
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Layout, Mask, Shape, plan_attention
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
 from tests.oracle import dense_attention, make_inputs, relative_error
 from tests.ranks import run_ranks
 
@@ -165,9 +165,9 @@ def test_values_of_a_dim_of_their_own(operators):
         check_kernel(KERNEL, TILES[kind], (4, 2), torch.bfloat16, PRECISION[torch.bfloat16], dim_v=16)
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix(P, routes):
-    check_through(on_this_machine, "efficient", P, routes)
+@through
+def test_the_oracle_matrix(P, routes, every_layout):
+    check_through(on_this_machine, "efficient", P, routes, every_layout)
 
 
 def _other_dims(group, rank):

@@ -15,7 +15,7 @@ from longspan.kernels.choice import KERNELS
 from longspan.kernels.flash3 import FlashAttention3Kernel
 from longspan.kernels.scores import ScoreChange
 from longspan.kernels.windows import window_of
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
 
 from .test_sdpa import CUDA, FOLLOWING, FlashOnCuda, check_joined, join_tiles, some_tiles, tensors
 from .tiles import HEADS, PRECISION, TILES, check_kernel, seen, wide
@@ -90,9 +90,9 @@ def test_every_tile(flash, kind, heads):
     assert len({name for name, _ in flash.calls}) == 2
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix(P, routes):
-    check_through(on_this_machine, "flash3", P, routes)
+@through
+def test_the_oracle_matrix(P, routes, every_layout):
+    check_through(on_this_machine, "flash3", P, routes, every_layout)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

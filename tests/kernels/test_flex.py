@@ -23,7 +23,7 @@ from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Layout, Mask, plan_attention
 from longspan.plan import bands as algebra
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
 from tests.oracle import dense_attention, make_inputs, relative_error
 from tests.ranks import run_ranks
 
@@ -154,9 +154,9 @@ def plain_math(monkeypatch):
     monkeypatch.setattr(flex, "_compiled", partial(flex._compiled, "aot_eager"))
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix(P, routes):
-    check_through(on_this_machine, "flex", P, routes)
+@through
+def test_the_oracle_matrix(P, routes, every_layout):
+    check_through(on_this_machine, "flex", P, routes, every_layout)
 
 
 @every_tile()
@@ -323,7 +323,7 @@ def test_a_sink_beside_the_keys(stand_in, monkeypatch):
         assert relative_error(got, right) < 1e-12
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_code_in_compiled_code_and_without_gradients(monkeypatch, backend):
     """A compiled block calls an operator that calls what the kernel has compiled: the stand-in's formulas, for FlexAttention's
     plain math uses vmap, which does not run there."""

@@ -18,7 +18,7 @@ from longspan.kernels.sdpa import SdpaKernel
 from longspan.kernels.windows import window_of
 from longspan.plan import Mask
 from longspan.plan import bands as algebra
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
 
 from ..oracle import make_inputs, relative_error
 from .tiles import HEADS, PRECISION, TILES, check_kernel, every_tile, make_tile, seen, wide
@@ -234,9 +234,9 @@ def on_cuda():
         yield
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix_on_cuda(P, routes):
-    check_through(on_cuda, "sdpa", P, routes)
+@through
+def test_the_oracle_matrix_on_cuda(P, routes, every_layout):
+    check_through(on_cuda, "sdpa", P, routes, every_layout)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from tests.train import reference
 from tests.train.tiny import MODEL, Document, make_batch, make_config, make_step, random_row
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
-STEPS = 3
+STEPS = 2
 
 
 def rows_of(num: int, tokens: int = 45) -> list[list[list[Document]]]:
@@ -77,6 +77,7 @@ EVERY = [
     for cp in (1, 2, 4)
     for layout in (LAYOUTS if cp > 1 else LAYOUTS[:1])
     for wrapper in ("fsdp", "ddp")
+    if cp < 4 or wrapper == "fsdp" or layout == "zigzag"
 ]
 OTHERS = [
     (2, 1, 1, {}),
@@ -155,7 +156,7 @@ def test_recomputing_repeats_no_attention_call(recompute: str, wrapper: str) -> 
     for got in run_ranks(2, train_on_ranks, config, rows_of(2)):
         assert (
             got["calls"]
-            == [["forward"] * layers + ["backward"] * layers + ["forward"] * layers + ["backward"] * layers] * 3
+            == [["forward"] * layers + ["backward"] * layers + ["forward"] * layers + ["backward"] * layers] * STEPS
         )
 
 
