@@ -24,8 +24,8 @@ test: $(STAMP)          ## every test but the widest matrices
 quick: $(STAMP)         ## the tests that start no processes
 	$(PYTEST) -m "not ranks and not slow and not nightly"
 
-nightly: $(STAMP)       ## every test
-	$(PYTEST)
+nightly: $(STAMP)       ## every test, with all examples
+	$(PYTEST) --hypothesis-profile=nightly
 
 coverage: $(STAMP)      ## lines of plan/ and the engine that no test in one process reaches
 	$(PYTEST) -m "not slow and not nightly" --cov=longspan.plan --cov=longspan.cp.engine \

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+settings.register_profile("nightly")  # `tests/examples.py` asks which one is loaded
 
 _STARTS_PROCESSES = (
     "run_ranks", "own_ranks", "share_out", "run_step", "run_on_ranks", "check_through", "check_cases",

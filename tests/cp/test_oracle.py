@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.plan.strategies import (
     DEGREES,
     INNER_HEADS,
@@ -109,7 +110,7 @@ random_cases = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(random_cases)
 def test_any_length_and_documents(case):
     P = case.layout.ranks
@@ -129,7 +130,7 @@ def routed_cases(draw, degrees):
     return Case(layout, mask, heads, batch, kernel, draw(st.sampled_from([8, 5])), route, inner)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(routed_cases((1, 2, 3, 4, 5, 6, 8)))
 def test_any_route(case):
     P = case.layout.ranks

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +18,7 @@ from longspan.data import Batch
 from longspan.train.model import make_model
 from longspan.train.parallel import decoder_of
 from longspan.train.train_config import TrainConfig
+from tests.examples import examples
 from tests.ranks import run_ranks
 from tests.train import reference
 from tests.train.tiny import MODEL, Document, make_batch, make_config, make_step, random_row
@@ -378,7 +379,7 @@ PROMPTS: list[Prompt] = [
 ]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=3),
     st.none() | st.integers(1, 8),
