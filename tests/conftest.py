@@ -13,7 +13,7 @@ settings.register_profile("nightly")  # `tests/examples.py` asks which one is lo
 
 _STARTS_PROCESSES = (
     "run_ranks", "own_ranks", "share_out", "run_step", "run_on_ranks", "check_through", "check_cases",
-    "launch(", "subprocess", "CliRunner", "replay_on_ranks",
+    "launch(", "subprocess", "CliRunner", "replay_on_ranks", "test_checkpoint import",
 )  # fmt: skip
 """Words of a test file that starts processes: ranks of a world, or a command."""
 _CHAINS = {"train": "training", "advise": "training", "verify": "runs", "cli": "runs", "benchmarks": "runs"}

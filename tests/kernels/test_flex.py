@@ -238,6 +238,7 @@ def test_changes_by_flex_attention_itself(plain_math, number, tile):
     assert max(differences(changes(tile, 4)[number], tile, torch.float64)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("tile", SOME, ids=str)
@@ -285,6 +286,7 @@ def test_tiles_that_follow_each_other_go_together(stand_in, kind, change):
     assert sum(map(algebra.tile_area, tiles)) == sum(launch.pairs for launch in launches(KERNEL, tiles, x.q))
 
 
+@pytest.mark.slow
 def test_documents_longer_than_a_block_go_together(plain_math):
     ends = [0, 300, 301, 450, 900]
     tiles = [make_tile(a, b, a, b, lo=0, hi=None if a else 140) for a, b in pairwise(ends)]
@@ -297,6 +299,7 @@ def test_documents_longer_than_a_block_go_together(plain_math):
         assert relative_error(a, b) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("P", [2, 3])
 def test_soft_cap_and_alibi_on_routes_against_dense(P):
     """ "auto" takes it: the kernels before it refuse what changes scores."""
@@ -348,6 +351,7 @@ def test_compiled_code_in_compiled_code_and_without_gradients(monkeypatch, backe
         assert relative_error(got, right) < 1e-12
 
 
+@pytest.mark.slow
 def test_evaluation_before_training(plain_math, monkeypatch):
     """What is kept from a call in inference mode can be kept for backward."""
     flex._block_mask.cache_clear()

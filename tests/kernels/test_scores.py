@@ -10,7 +10,7 @@ from longspan.cp.attention import attention
 from longspan.errors import SpecError
 from longspan.plan import Layout, Mask, plan_attention
 from tests.oracle import make_inputs, raised, relative_error
-from tests.ranks import run_ranks, run_threads
+from tests.ranks import run_threads
 
 SCALE = 0.7
 MASKS = [Mask.causal(23), Mask.documents([5, 11, 0, 7], window=6), Mask.prefix(23, 9), Mask.full(23)]
@@ -54,6 +54,7 @@ def check_changed(group, rank, cases, kernel="auto"):
             assert error < 1e-10, (layout.name, mask.array.tolist(), route, heads, softcap, alibi, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_against_dense(P):
     routes = [
@@ -102,6 +103,6 @@ def _different(group, rank):
 
 
 def test_ranks_that_change_scores_differently_are_told():
-    for found in run_ranks(2, _different):
+    for found in run_threads(2, _different):
         assert [kind for kind, _ in found] == ["DisagreementError"] * 2
         assert all("changes of scores" in text for _, text in found)

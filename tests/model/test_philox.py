@@ -148,6 +148,7 @@ def test_normal_numbers_of_neighbours_names_and_seeds_do_not_correlate():
     assert all(correlation(x[: y.shape[0], : y.shape[1]] ** 2, y**2) < 5 for y in others.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 2**20), (2**20, 1), (2**12, 2**8 - 1)])
 def test_temporaries_of_normal_do_not_grow_with_the_region(num_rows, num_columns):
     region = (slice(0, num_rows), slice(1, num_columns + 1))
