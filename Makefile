@@ -21,7 +21,7 @@ demo: $(STAMP)          ## train on the standard library's sources with cp=2, th
 test: $(STAMP)          ## every test but the widest matrices
 	$(PYTEST) -m "not nightly"
 
-quick: $(STAMP)         ## the tests that start no processes
+quick: $(STAMP)         ## the tests of one process that take seconds at most
 	$(PYTEST) -m "not ranks and not slow and not nightly"
 
 nightly: $(STAMP)       ## every test, with all examples

@@ -29,7 +29,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "longspan.cp.attention", "longspan.train.run"])
 _pool: list[tuple[Any, Connection]] = []
-_TIMEOUT = 120.0
+TIMEOUT = 120.0
 COLD_COMPILE = 900.0
 """Seconds that ranks may take which run the C++ compiler, nothing compiled before, on a machine that does other work too."""
 _CORES = min(os.cpu_count() or 1, 4)
@@ -83,13 +83,13 @@ def _apply(group: Any, rank: int, function: Callable[[list[Any]], Any], part: li
     return function(part)
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = _TIMEOUT) -> list[Any]:
+def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Run `function` on `ranks` processes of the pool and return their results in rank order."""
     return _run([(ranks, rank, function, arguments) for rank in range(ranks)], timeout)
 
 
 def _run(
-    jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]], timeout: float = _TIMEOUT, again: bool = True
+    jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]], timeout: float = TIMEOUT, again: bool = True
 ) -> list[Any]:
     """The results of jobs `(ranks, rank, function, arguments)`, a worker for each; worlds of one rank are apart."""
     workers = _workers(len(jobs))

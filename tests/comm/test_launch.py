@@ -147,6 +147,7 @@ def lose_rank_1(how: str, note: Path) -> None:
         leave_world()
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("how", "text"),
     [

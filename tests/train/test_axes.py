@@ -19,7 +19,7 @@ from longspan.train.parallel import gather_whole
 from longspan.train.step import check_plan
 from longspan.train.train_config import TrainConfig, model_config
 from tests.oracle import raised
-from tests.ranks import COLD_COMPILE, run_ranks
+from tests.ranks import COLD_COMPILE, TIMEOUT, run_ranks
 from tests.train import reference, tiny
 from tests.train.tiny import Document, make_batch, make_config, make_step, numbered_batch, random_row
 
@@ -93,7 +93,7 @@ def check(train: Callable[..., dict[str, Any]] = train_on_ranks, **changes: Any)
     config = axes_config(**changes)
     topology = topology_of(config)
     num_rows = config.gradient_accumulation_steps * topology.dp
-    timeout = COLD_COMPILE if config.compile else 120.0
+    timeout = COLD_COMPILE if config.compile else TIMEOUT
     first, *others = run_ranks(topology.world, train, config, rows_of(num_rows), timeout=timeout)
     assert first["timeouts"] == {60.0}, "the world's, of whatever group FSDP2, DTensor and pipelining use"
     assert first["gathered by"] <= {"all-gather", "broadcast"}, "no messages, which NCCL wants in batches"
