@@ -2,7 +2,7 @@
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest.mock import patch
 
@@ -191,22 +191,26 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_equals_one_rank(run: str) -> None:
-    check(**RUNS[run])
-
-
 WIDEST = {
-    "cp4", "tp2, no sp", "tp2cp2, no sp", "tp2cp2, recompute full", "tp2cp2, slots", "tp2dp2, hsdp", "tp2cp2pp2, order",
-    "cp2dp4, dp before cp, hsdp", "tp2cp2dp2, dp before cp", "tp2pp2, tied", "tp2pp2, zero-bubble", "cp2dp2ep4",
-    "cp2dp2ep2, hsdp", "cp2dp2, each reduced", "cp2, compiled",
+    "tp2cp2dp2pp2", "tp2cp2, order", "cp4", "tp2, no sp", "tp2cp2, no sp", "tp2cp2, recompute full", "tp2cp2, slots",
+    "tp2dp2, hsdp", "cp2dp4, dp before cp, hsdp", "tp2cp2dp2, dp before cp", "tp2pp2, tied", "tp2pp2, zero-bubble",
+    "cp2dp2ep4", "cp2dp2ep2, hsdp", "cp2dp2, each reduced", "cp2, compiled",
 }  # fmt: skip
 """Products of what other runs have apart: nightly."""
 
 
-@pytest.mark.parametrize(
-    "run", [pytest.param(run, marks=pytest.mark.nightly if run in WIDEST else ()) for run in OTHERS]
-)
+def widest_nightly(runs: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "run", [pytest.param(run, marks=pytest.mark.nightly if run in WIDEST else ()) for run in runs]
+    )
+
+
+@widest_nightly(RUNS)
+def test_equals_one_rank(run: str) -> None:
+    check(**RUNS[run])
+
+
+@widest_nightly(OTHERS)
 def test_others_equal_one_rank(run: str) -> None:
     check(**OTHERS[run])
 

@@ -81,11 +81,8 @@ EVERY = [
     if cp < 4 or wrapper == "fsdp" or layout == "zigzag"
 ]
 OTHERS = [
-    (2, 1, 1, {}),
     (2, 1, 1, {"parallel__wrapper": "ddp"}),
-    (2, 2, 1, {}),
     (2, 2, 1, {"parallel__wrapper": "ddp"}),
-    (1, 2, 2, {}),
     (1, 2, 2, {"parallel__wrapper": "ddp"}),
     (2, 2, 2, {"parallel__layout": "striped"}),
     (1, 2, 1, {"model__windows": [7, None]}),
@@ -202,7 +199,7 @@ def test_half_precision_is_as_near_to_exact_as_on_one_rank(dtype: str, half_spac
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.nightly)])
 def test_loss_falls_on_rows_that_come_again(dtype: str, dp: int, cp: int) -> None:
     rows = [[random_row(7), random_row(8)]] * 6
     config = make_config(

@@ -48,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         (
             {"parallel__dp": 2, "gradient_accumulation_steps": 2, "micro_batch_size": 2},
-            {"dtypes": ("fp64", "fp32", "bf16", "fp16")},
+            {"dtypes": ("fp64", "fp16")},
         ),
         ({"parallel__wrapper": "ddp", "model__windows": [9, None]}, {"cp": (2, 3)}),
         ({"recompute": "block", "model__qk_norm": True, "model__tie_embeddings": True}, {"dtypes": ("fp64", "bf16")}),
