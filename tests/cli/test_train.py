@@ -417,9 +417,10 @@ def test_torchrun_and_own_ranks_reach_the_same_loss(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train", folder / "run.toml", "--json", "--set", "eval_every=2", "--set", "preflight=true"]
-    own = run(*words[1:], "--set", f"run_dir={tmp_path}/own")
-    assert own.exit_code == 0, own.stderr
-    told, err = json.loads(own.stdout), own.stderr
+    with own_process(BIN / "longspan", *words, "--set", f"run_dir={tmp_path}/own") as own:
+        out, err = own.communicate(timeout=300)
+    assert own.returncode == 0, err
+    told = json.loads(out)
     assert (told["steps"], told["ranks"], told["run_dir"]) == (3, 2, f"{tmp_path}/own")
     assert "step 2: held-out loss" in err
     assert "preflight: a step at the longest row fits; it took " in err
