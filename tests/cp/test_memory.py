@@ -114,8 +114,16 @@ def shards(plan, rank):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("route", ["exchange", "allgather"])
+@pytest.mark.parametrize(
+    ("route", "dtype"),
+    [
+        ("exchange", torch.bfloat16),
+        ("allgather", torch.float32),
+        pytest.param("exchange", torch.float32, marks=pytest.mark.nightly),
+        pytest.param("allgather", torch.bfloat16, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
 def test_peak_where_rows_come_straight(route, dtype):
     P = 4
     plan = plan_attention(Layout.zigzag(S, P), Mask.causal(S), route, (H, K))
@@ -132,7 +140,7 @@ def test_peak_where_rows_come_straight(route, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
 def test_peak_where_heads_are_exchanged(dtype):
     """A quarter of the heads of all rows weigh what all heads of a quarter of the rows do: as much as local tensors."""
     P = 4

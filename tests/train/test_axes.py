@@ -192,7 +192,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 WIDEST = {
-    "tp2cp2dp2pp2", "tp2cp2, order", "cp4", "tp2, no sp", "tp2cp2, no sp", "tp2cp2, recompute full", "tp2cp2, slots",
+    "tp2cp2dp2pp2", "tp2cp2, order", "tp4", "cp4", "tp2, no sp", "tp2cp2, no sp", "tp2cp2, recompute full", "tp2cp2, slots",
     "tp2dp2, hsdp", "cp2dp4, dp before cp, hsdp", "tp2cp2dp2, dp before cp", "tp2pp2, tied", "tp2pp2, zero-bubble",
     "cp2dp2ep4", "cp2dp2ep2, hsdp", "cp2dp2, each reduced", "cp2, compiled",
 }  # fmt: skip
