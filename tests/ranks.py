@@ -9,6 +9,7 @@
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import sys
@@ -202,6 +203,7 @@ def _serve(pipe: Connection) -> None:
         try:
             _forget_meshes()
             dist.destroy_process_group()
+            gc.collect()
         except BaseException:
             result = (False, f"rank {rank}: {traceback.format_exc()}")
         pipe.send(result)
