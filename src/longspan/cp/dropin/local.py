@@ -48,6 +48,8 @@ _FREE = (
 )
 """Modules that count rows without harm. Masks are checked where SDPA gets them, and experts work token by token."""
 
+_PACKING = "find_packed_sequence_indices"
+"""Function of transformers that finds documents in positions: those of a shard, whose ends are no ends of documents."""
 _OF_THE_CHECK = ("longspan.cp.dropin.intercept", __name__)
 
 
@@ -90,6 +92,8 @@ class LocalTokens:
         module = caller.f_globals.get("__name__", "?")
         place = f"{caller.f_code.co_qualname} ({module}, line {caller.f_lineno})"
         way_out = _HINTS[kind] + (f"; or {HF_WAY_OUT}" if module.startswith("transformers") else "")
+        if caller.f_code.co_name == _PACKING:
+            way_out = f"add an attention_mask of ones, (1, S), to buffers, and documents to mask=; or {HF_WAY_OUT}"
         raise SpecError(
             f"{name} in {place} {does} one rank's tokens, not the {self.seq_len} of the sequence",
             hint=f'{way_out}; or set allow_local=("{kind}",) if its dim is not the sequence',
@@ -107,7 +111,7 @@ def _caller() -> FrameType | None:
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if not name.startswith(_OF_THE_CHECK):
-            if name.startswith(_FREE):
+            if name.startswith(_FREE) and frame.f_code.co_name != _PACKING:
                 return None
             if name != "torch" and not name.startswith("torch."):
                 return frame

@@ -40,7 +40,7 @@ def checked_models(seq_len: int, mask: Mask | None) -> Iterator[None]:
             return
         checked[id(config)] = config  # held, so that no other configuration gets its id
         if isinstance(config, _transformers("configuration_utils", "PreTrainedConfig")) and _reads_text(module):
-            check_model(module, config.get_text_config(), seq_len, mask)
+            check_model(module, _text_config(config), seq_len, mask)
 
     hook = register_module_forward_pre_hook(check)
     try:
@@ -63,6 +63,13 @@ def _transformers(module: str, name: str) -> Any:
 
 def _reads_text(module: nn.Module) -> bool:
     return "text" in getattr(module, "input_modalities", "text")
+
+
+def _text_config(config: Any) -> Any:
+    try:
+        return config.get_text_config()
+    except ValueError:  # several: each is checked when its own model is called
+        return config
 
 
 def _kinds(config: Any) -> set[str]:
