@@ -67,7 +67,7 @@ def check_together(
 
 
 def announce(group: RankGroup | None, problem: Exception) -> NoReturn:
-    """Raise `problem`, found before an attention call, here and on the ranks that make the call: they compare it now."""
+    """Raise `problem`, found in place of an attention call, on this rank, and its text on the ranks that make the call."""
     check_agreement(group, _compared(b"", ""), problem)
     raise problem
 
