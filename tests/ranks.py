@@ -164,12 +164,14 @@ def _stop() -> None:
 
 
 def _forget_meshes() -> None:
-    """DTensor takes meshes of the same axes and ranks for one another, and what it keeps of them names their groups."""
+    """Empty the caches of DTensor, in which meshes of the same axes and ranks pass for one another, and which keep their groups."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug
+        from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
         debug._clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
+        _redistribute._planner_cache.clear()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _like_a_worker() -> None:

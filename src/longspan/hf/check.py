@@ -129,7 +129,9 @@ def _check_devices(model: Any) -> None:
 def _check_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules() if model.training else ():
         if getattr(module, "neftune_noise_alpha", None):
-            raise Found(name, "adds noise scaled by the number of tokens of the shard (NEFTune)", "set no neftune_noise_alpha")
+            raise Found(
+                name, "adds noise scaled by the number of tokens of the shard (NEFTune)", "set no neftune_noise_alpha"
+            )
         rates = {k: v for k, v in vars(module).items() if "drop" in k and isinstance(v, float) and v > 0}
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             rates["p"] = module.p
