@@ -164,7 +164,7 @@ def _stop() -> None:
 
 
 def _forget_meshes() -> None:
-    """Empty the caches of DTensor, in which meshes of the same axes and ranks pass for one another, and which keep their groups."""
+    """Empty DTensor's caches: they take meshes of the same axes and ranks for one another, and keep their groups."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
