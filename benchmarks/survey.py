@@ -77,7 +77,9 @@ def main(kinds: tuple[str, ...], as_json: bool, write: bool, limit: float) -> No
     if write:
         TABLE.write_text(page(entries))
     if as_json:
-        click.echo(json.dumps({"transformers": transformers.__version__, "types": [asdict(e) for e in entries]}, indent=1))
+        click.echo(
+            json.dumps({"transformers": transformers.__version__, "types": [asdict(e) for e in entries]}, indent=1)
+        )
     else:
         click.echo("\n".join(table(entries)))
         click.echo(summary(entries))
@@ -201,10 +203,17 @@ def _is_threshold(name: str) -> bool:
 def _fill(config: Any, name: str) -> None:
     """Say a size that a default leaves open and its model needs."""
     values = vars(config)
-    if name == "head_dim" and values.get("hidden_size") and values.get("num_attention_heads"):
-        values[name] = values["hidden_size"] // values["num_attention_heads"]
-    elif name == "num_key_value_heads":
-        values[name] = values.get("num_attention_heads")
+    heads, depth = values.get("num_attention_heads"), values.get("num_hidden_layers")
+    fillings = {
+        "head_dim": values.get("hidden_size", 0) // heads if heads else None,
+        "num_key_value_heads": heads,
+        "layer_types": ["full_attention"] * depth if depth else None,
+        "num_experts_per_tok": 2,
+        "n_routed_experts": 8,
+        "n_group": 1,
+        "topk_group": 1,
+    }
+    values[name] = fillings.get(name)
 
 
 def _within(config: Any) -> Iterator[Any]:
@@ -313,15 +322,15 @@ def page(entries: list[Entry]) -> str:
         [
             "# Models of transformers",
             "",
-            f"Every causal type of transformers {transformers.__version__}, built at tiny size with the layers of its default",
-            "configuration, and trained for one step on two ranks and alone: " + summary(entries) + ".",
+            f"Every causal type of transformers {transformers.__version__}, built at tiny size with the layers of its",
+            "default configuration, and trained for one step on two ranks and alone: " + summary(entries) + ".",
             "Written by `python -m benchmarks.survey --write`; no list of names decides.",
             "",
-            f"Two documents of {LENGTHS[0]} and {LENGTHS[1]} tokens make a row; windows, chunks and other thresholds of length are",
-            f"{THRESHOLD} tokens, a shard has {sum(LENGTHS) // 2}; dropout is 0. *equal*: the loss within {EXACT[0]:g} and every gradient within",
-            f"{EXACT[1]:g} of the model alone, in fp64; within {ISLANDS[0]:g} and {ISLANDS[1]:g} where the model computes parts in fp32",
-            "(fp32 islands). *refused*: by `hf.check`, for the reason given. *not built*: the default configuration makes no",
-            "model, or no small copy of it runs.",
+            f"Two documents of {LENGTHS[0]} and {LENGTHS[1]} tokens make a row; windows, chunks and other thresholds of length",
+            f"are {THRESHOLD} tokens, a shard has {sum(LENGTHS) // 2}; dropout is 0. *equal*: the loss is within {EXACT[0]:g} and every",
+            f"gradient within {EXACT[1]:g} of the model alone, in fp64; within {ISLANDS[0]:g} and {ISLANDS[1]:g} where the model",
+            "computes parts in fp32 (fp32 islands). *refused*: by `hf.check`, for the reason given. *not built*: the default",
+            "configuration makes no model, or no small copy of it runs.",
             "",
             *table(entries),
             "",

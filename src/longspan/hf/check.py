@@ -1,10 +1,10 @@
 """`hf.check`: whether a model is exact on a sharded sequence, found by running a small copy of it.
 
-    rules           dropout, devices, adapters                 read from the model's modules
-    small copy      the model's class and layers, small sizes  `shrink`
-    one row         f(x), f(x) again, f(x with one other token), f without position_ids
-    two shards      f(x[rows]) == f(x)[rows], loss shares that add up
-    seq_len tokens  f(x[rows]) == f(x)[rows] again: thresholds of length
+rules           dropout, devices, adapters                 read from the model's modules
+small copy      the model's class and layers, small sizes  `shrink`
+one row         f(x), f(x) again, f(x with one other token), f without position_ids
+two shards      f(x[rows]) == f(x)[rows], loss shares that add up
+seq_len tokens  f(x[rows]) == f(x)[rows] again: thresholds of length
 """
 
 import inspect
@@ -179,7 +179,9 @@ class _Check:
         whole = self.run_whole()
         everywhere = torch.arange(self.length)
         if event := whole.first_difference(self.run_whole(), everywhere, tolerance=0.0):
-            raise Found(self._culprit(event), "gives other values to the same tokens: it draws random numbers", _NO_NOISE)
+            raise Found(
+                self._culprit(event), "gives other values to the same tokens: it draws random numbers", _NO_NOISE
+            )
         place = self.length // 3
         other = self.tokens.clone()
         other[0, place] = 8 + (other[0, place] - 7) % (VOCABULARY - 16)
@@ -211,7 +213,9 @@ class _Check:
             positions = None if self.positions is None else self.positions[:, rows]
             part = self.probe.run(self.tokens[:, rows], positions)
             if event := whole.first_difference(part, rows, spared=spared):
-                raise Found(self._culprit(event), *(_POSITIONS if self.positions is not None else _NO_POSITIONS), measured=True)
+                raise Found(
+                    self._culprit(event), *(_POSITIONS if self.positions is not None else _NO_POSITIONS), measured=True
+                )
 
     def _check_output(self, whole: Trace) -> None:
         output = whole.output
@@ -266,4 +270,3 @@ _LOSS = (
     "computes a loss whose shares do not add up: it shifts labels itself or takes the mean over local targets",
     "compute the loss from out.logits and shifted labels yourself, divided by the targets of the whole batch",
 )
-

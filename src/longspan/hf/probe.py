@@ -210,7 +210,7 @@ class Probe:
         self._add("attention", [query, key, value])
         gate = _project(query) + _project(key).repeat_interleave(H // K, 1)
         out = value.repeat_interleave(H // K, 1) * gate.sigmoid().unsqueeze(-1)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
 
 
 class _MaskReadError(AttributeError):
@@ -273,6 +273,6 @@ _OTHER_MODEL = "no setting of longspan makes this model exact on a sharded seque
 _REPORT = "run the model with attn_implementation='longspan' on one rank to see the whole error"
 READS_MASK = ("computes with the attention mask itself", _OTHER_MODEL)
 NO_INTERFACE = (
-    "does not call the attention function of transformers' AttentionInterface: longspan would not be used",
+    "mixes tokens without calling the attention function of transformers' AttentionInterface, which is all that longspan replaces",
     _ONLY_ATTENTION,
 )
