@@ -97,7 +97,7 @@ def test_models_that_are_not_set_up() -> None:
     )
     spread = MODELS["llama"].build("longspan")
     spread.hf_device_map = {"model.layers.0": "cuda:0", "model.layers.1": "cuda:1"}
-    assert "lies on several devices: cuda:0, cuda:1" in str(told(cp, spread, packed(documents())))
+    assert "lies on devices cuda:0, cuda:1 (hf_device_map)" in str(told(cp, spread, packed(documents())))
 
 
 CALLS = {
@@ -138,20 +138,23 @@ def test_calls_of_the_model_within_a_sequence() -> None:
 
 
 def test_dropout_of_attention_is_refused_in_training_alone() -> None:
-    def on_ranks(group, rank: int) -> str:
+    def on_ranks(group, rank: int) -> tuple[str, str]:
         model = MODELS["llama"].build("longspan").train()
-        for layer in model.model.layers:
-            layer.self_attn.attention_dropout = 0.25
+        model.model.layers[1].self_attn.attention_dropout = 0.25
         cp = ContextParallel(group)
-        with hf.sequence(cp, model, packed(documents())) as seq:
+        at_start = str(told(cp, model, packed(documents())))
+        with hf.sequence(cp, model.eval(), packed(documents())) as seq:
+            assert model(**seq.inputs).loss > 0
             with pytest.raises(SpecError) as error:
-                model(**seq.inputs)
-            assert model.eval()(**seq.inputs).loss > 0
-        return str(error.value)
+                model.train()(**seq.inputs)
+        return at_start, str(error.value)
 
-    for text in run_threads(2, on_ranks):
-        assert text.startswith("LlamaAttention has attention dropout 0.25, which longspan attention does not have")
-        assert "attention_dropout=0.0" in text
+    for at_start, at_the_call in run_threads(2, on_ranks):
+        assert "layer 1, model.layers.1.self_attn (LlamaAttention) has dropout attention_dropout=0.25" in at_start
+        assert at_the_call.startswith(
+            "LlamaAttention has attention dropout 0.25, which longspan attention does not have"
+        )
+        assert "attention_dropout=0.0" in at_the_call
 
 
 def test_a_forgotten_sequence_is_refused_in_training_with_a_cp_group() -> None:
@@ -169,16 +172,20 @@ def test_a_forgotten_sequence_is_refused_in_training_with_a_cp_group() -> None:
 
 
 def test_masks_that_a_model_lays_over_its_own_are_refused(monkeypatch) -> None:
-    model = MODELS["llama"].build("longspan")
+    model, cp = MODELS["llama"].build("longspan"), ContextParallel(None)
+    hf.check(model, 96)
     plain = masking_utils.create_causal_mask
 
     def with_overlay(**given):
         return plain(**given, or_mask_function=lambda batch, head, query, key: key < 3)
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.create_causal_mask", with_overlay)
-    with hf.sequence(ContextParallel(None), model, packed(documents())) as seq, pytest.raises(SpecError) as error:
+    with hf.sequence(cp, model, packed(documents())) as seq, pytest.raises(SpecError) as error:
         model(**seq.inputs)
     assert error.value.message.startswith("the model lays a mask of its own over causal attention")
+    assert "(LlamaAttention) lays a mask of its own" in str(
+        told(cp, MODELS["llama"].build("longspan"), packed(documents()))
+    )
 
 
 def test_image_tokens_in_chunks_are_refused() -> None:

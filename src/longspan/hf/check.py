@@ -9,8 +9,10 @@ seq_len tokens  f(x[rows]) == f(x)[rows] again: thresholds of length
 
 import inspect
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +22,12 @@ from transformers import PreTrainedModel
 from longspan.errors import SpecError
 from longspan.hf.probe import NO_INTERFACE, AttentionCall, Event, Found, Probe, Trace
 from longspan.hf.router_loss import FUNCTION
-from longspan.hf.sequence import unwrapped
 from longspan.hf.shrink import VOCABULARY, shrink
+from longspan.hf.wrappers import unwrapped
 from longspan.names import IGNORED
 from longspan.plan import Layout
+
+T = TypeVar("T")
 
 SHORT = 52
 """Tokens of the first runs: no size of a small model, so that a dimension of this size counts tokens."""
@@ -45,6 +49,18 @@ class Checked:
         return tuple(dict.fromkeys(call.kind for call in self.calls))
 
 
+_checked: WeakKeyDictionary[nn.Module, Checked] = WeakKeyDictionary()
+
+
+def ensure_checked(model: nn.Module, seq_len: int) -> None:
+    """Check a model that was not checked at `seq_len` tokens or more. Dropout is looked for each time."""
+    known = _checked.get(unwrapped(model))
+    if known is None or max(known.lengths) < seq_len:
+        check(model, seq_len)
+    elif model.training:
+        _refused(unwrapped(model), lambda: _check_dropout(model))
+
+
 def check(model: nn.Module, seq_len: int) -> Checked:
     """Check that a model of transformers is exact under context parallelism at `seq_len` tokens. Local: no collective.
 
@@ -55,7 +71,7 @@ def check(model: nn.Module, seq_len: int) -> Checked:
     - mixes tokens outside attention, selects keys by content, pools, or passes over the attention interface,
     - computes positions or rotary tables from the shard that it is given,
     - shifts labels itself or takes a mean over local targets,
-    - has dropout, or lies on several devices,
+    - has dropout and is in training mode, or lies on several devices,
     and for a model of which no small copy can be made.
     """
     base = unwrapped(model)
@@ -65,7 +81,8 @@ def check(model: nn.Module, seq_len: int) -> Checked:
     if not isinstance(base, PreTrainedModel):
         raise SpecError(f"{type(base).__name__} is not a model of transformers", hint="give a PreTrainedModel")
     cls = next(c for c in type(base).__mro__ if not issubclass(c, FSDPModule))
-    try:
+
+    def checked() -> Checked:
         _check_devices(base)
         _check_dropout(model)
         _check_router_loss(base, cls)
@@ -77,8 +94,18 @@ def check(model: nn.Module, seq_len: int) -> Checked:
                     raise
                 # A tie of two experts may go either way: what is wrong is wrong with other weights too.
                 return _probed(cls, base.config, seq_len, seed=1)
+
+    _checked[unwrapped(model)] = found = _refused(base, checked)
+    return found
+
+
+def _refused(model: nn.Module, checks: Callable[[], T]) -> T:
+    """Return what `checks` return. Raises `SpecError` for what they have `Found`."""
+    try:
+        return checks()
     except Found as found:
-        raise SpecError(_text(cls, base, found), hint=found.hint) from found.__cause__
+        cls = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+        raise SpecError(_text(cls, model, found), hint=found.hint) from found.__cause__
 
 
 def _text(cls: type, model: nn.Module, found: Found) -> str:
@@ -100,7 +127,7 @@ def _check_devices(model: Any) -> None:
 
 
 def _check_dropout(model: nn.Module) -> None:
-    for name, module in model.named_modules():
+    for name, module in model.named_modules() if model.training else ():
         rates = {k: v for k, v in vars(module).items() if "drop" in k and isinstance(v, float) and v > 0}
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             rates["p"] = module.p
@@ -188,7 +215,8 @@ class _Check:
         self.changed = self.probe.run(other, self.positions)
         self.others = everywhere[everywhere != place]
         if event := self._mixing(whole):
-            raise Found(self._culprit(event), *(_MIXES if whole.calls else NO_INTERFACE), measured=True)
+            cause, hint = _MIXES if whole.calls else NO_INTERFACE
+            raise Found(self._culprit(event), cause, hint, measured=True)
         if not whole.calls:
             raise Found("", *NO_INTERFACE)
         self._check_output(whole)

@@ -26,10 +26,11 @@ from longspan.data import Batch, to_padded
 from longspan.data.arrays import IntArray
 from longspan.errors import SpecError
 from longspan.hf import interface
+from longspan.hf.check import ensure_checked
 from longspan.hf.mask_kinds import OVERLAY, kinds_of_layers, mask_of
 from longspan.hf.router_loss import share_router_losses
 from longspan.hf.rows import Rows, rows_of
-from longspan.hf.wrappers import averaging_ranks
+from longspan.hf.wrappers import averaging_ranks, unwrapped
 from longspan.names import BALANCED, IGNORED
 
 Tensor = torch.Tensor
@@ -61,8 +62,8 @@ def sequence(
     Within the block, `model(**seq.inputs)` computes this rank's tokens. `loss` is this rank's share: the shares of all ranks
     sum to the mean over `num_targets`. Backward, also with recomputation, may run after the block.
 
-    Raises `SpecError` before any exchange for a model or batch that cannot be run exactly, `DisagreementError` on all ranks
-    if they were given different batches.
+    The first sequence of a model, and the first of longer documents, runs `check`. Raises `SpecError` before any exchange
+    for a model or batch that cannot be run exactly, `DisagreementError` on all ranks if they were given different batches.
     """
     if interface.open_sequence() is not None:
         raise SpecError(
@@ -73,6 +74,7 @@ def sequence(
         base = unwrapped(model)
         _check_model(base)
         rows = rows_of(batch)
+        ensure_checked(model, max(rows.batch.lengths))
         kinds = kinds_of_layers(base.config.get_text_config())
         masks = {kind: mask_of(kind, rows.batch.lengths, rows.image) for kind in kinds}
         planned = cp.with_options(**_options(cp, base, kinds, rows))
@@ -206,15 +208,6 @@ def count_targets(batches: Iterable[Batch | Mapping[str, Any]], group: Group = N
     return int(stack(count, as_group(group)).sum())
 
 
-def unwrapped(model: nn.Module) -> Any:
-    """Return the model of transformers within wrappers that hold it as `module`, such as DDP, or compiled."""
-    while True:
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if not isinstance(inner, nn.Module) or hasattr(model, "config"):
-            return model
-        model = inner
-
-
 def _stated(shards: Shards) -> list[_Call]:
     """Return the calls that the model's configuration states."""
     heads = shards.cp.planner.heads
@@ -231,11 +224,6 @@ def _check_model(model: Any) -> None:
         raise SpecError(
             f"{type(model).__name__} is not a model of transformers: it has no config",
             hint="for a model of your own, call seq.attention of ContextParallel.sequence in its layers",
-        )
-    if len(devices := {str(device) for device in getattr(model, "hf_device_map", {}).values()}) > 1:
-        raise SpecError(
-            f"{type(model).__name__} lies on several devices: {', '.join(sorted(devices))}",
-            hint="load the model without device_map; one process has one device, and FSDP2 shards the weights",
         )
     given = config.get_text_config()._attn_implementation
     if given != interface.NAME:

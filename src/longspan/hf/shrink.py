@@ -43,10 +43,10 @@ def shrink(cls: Any, config: Any, tokens: Tensor, dtype: torch.dtype = torch.flo
             try:
                 model = made(cls, copy.deepcopy(small), whole)
                 if model is not None:
-                    randomize(model.to(dtype).train())
+                    randomize(model.to(dtype).eval())
                     with torch.no_grad():
                         model(tokens, use_cache=False)
-                    return model
+                    return model.train()
             except Exception as error:
                 failure = failure or error
     assert failure is not None
@@ -68,7 +68,7 @@ def _prepared(config: Any) -> Any:
 def _shallow(cls: Any, config: Any, whole: nn.Module) -> Any:
     """A model whose configuration asks for as few layers as hold every kind, if these are the first ones of the whole model."""
     for _, _, layers in _layer_lists(whole):
-        kinds = _signatures(layers, whole.config)  # type: ignore[arg-type]
+        kinds = _signatures(layers, whole.config)
         least = _first_of_each(kinds)
         if least == len(layers) or not sum(at_depth(each, len(layers), least) for each in _configs(config)):
             continue
