@@ -318,24 +318,32 @@ def table(entries: list[Entry]) -> list[str]:
 
 
 def page(entries: list[Entry]) -> str:
-    return "\n".join(
-        [
-            "# Models of transformers",
-            "",
-            f"Every causal type of transformers {transformers.__version__}, built at tiny size with the layers of its",
-            "default configuration, and trained for one step on two ranks and alone: " + summary(entries) + ".",
-            "Written by `python -m benchmarks.survey --write`; no list of names decides.",
-            "",
-            f"Two documents of {LENGTHS[0]} and {LENGTHS[1]} tokens make a row; windows, chunks and other thresholds of length",
-            f"are {THRESHOLD} tokens, a shard has {sum(LENGTHS) // 2}; dropout is 0. *equal*: the loss is within {EXACT[0]:g} and every",
-            f"gradient within {EXACT[1]:g} of the model alone, in fp64; within {ISLANDS[0]:g} and {ISLANDS[1]:g} where the model",
-            "computes parts in fp32 (fp32 islands). *refused*: by `hf.check`, for the reason given. *not built*: the default",
-            "configuration makes no model, or no small copy of it runs.",
-            "",
-            *table(entries),
-            "",
-        ]
+    text = _PAGE.format(
+        version=transformers.__version__,
+        summary=summary(entries),
+        lengths=" and ".join(map(str, LENGTHS)),
+        threshold=THRESHOLD,
+        shard=sum(LENGTHS) // 2,
+        exact=EXACT,
+        islands=ISLANDS,
     )
+    return "\n".join([text, *table(entries), ""])
+
+
+_PAGE = """# Models of transformers
+
+Every causal type of transformers {version}, built at tiny size with the layers of its default configuration, and trained
+for one step on two ranks and alone: {summary}.
+Written by `python -m benchmarks.survey --write`; no list of names decides.
+
+Two documents of {lengths} tokens make a row; windows, chunks and other thresholds of length are {threshold} tokens, a
+shard has {shard}; dropout is 0.
+
+- *equal*: the loss is within {exact[0]:g} and every gradient within {exact[1]:g} of the model alone, in fp64; within
+  {islands[0]:g} and {islands[1]:g} where the model computes parts in fp32 ("fp32 islands").
+- *refused*: by `hf.check`, for the reason given.
+- *not built*: the default configuration makes no model, or no small copy of it runs.
+"""
 
 
 if __name__ == "__main__":

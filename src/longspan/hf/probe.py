@@ -273,6 +273,6 @@ _OTHER_MODEL = "no setting of longspan makes this model exact on a sharded seque
 _REPORT = "run the model with attn_implementation='longspan' on one rank to see the whole error"
 READS_MASK = ("computes with the attention mask itself", _OTHER_MODEL)
 NO_INTERFACE = (
-    "mixes tokens without calling the attention function of transformers' AttentionInterface, which is all that longspan replaces",
+    "mixes tokens without calling the attention function of transformers' AttentionInterface, which longspan replaces",
     _ONLY_ATTENTION,
 )
