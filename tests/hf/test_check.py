@@ -65,8 +65,10 @@ def test_models_that_pass(kind: str, settings: dict[str, Any], kinds: tuple[str,
 
 _MIXES = "mixes tokens outside attention"
 _LINEAR = "linear_attention"
-_LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
-         "short_factor": [1.0] * 48, "long_factor": [4.0] * 48}  # fmt: skip
+_LONG = {
+    "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [4.0] * 48},
+    "original_max_position_embeddings": 64, "max_position_embeddings": 4096, "pad_token_id": 0,
+}  # fmt: skip
 _DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 _SHARD = "computes positions, rotary tables or scales from the shard"
 _ALONE = "mixes tokens without calling the attention function of transformers' AttentionInterface"
@@ -84,7 +86,7 @@ _ALONE = "mixes tokens without calling the attention function of transformers' A
         ("deepseek_v32", {}, "layer 0, model.layers.0.self_attn", "passes indices to attention"),
         ("bart", {"decoder_layers": 2, "encoder_layers": 2}, "decoder", "counts positions from the start of the shard"),
         ("llama", {"rope_parameters": _DYNAMIC, "max_position_embeddings": 64}, "model.rotary_emb", _SHARD),
-        ("phi3", {"rope_parameters": _LONG, "max_position_embeddings": 4096, "pad_token_id": 0}, "model.rotary_emb", _SHARD),
+        ("phi3", _LONG, "model.rotary_emb", _SHARD),
         ("llama4_text", {"floor_scale": 60, "attention_chunk_size": 64}, "layer 3, model.layers.3.self_attn", _SHARD),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
@@ -100,7 +102,7 @@ def test_thresholds_of_length_pass_on_shorter_rows(kind: str) -> None:
     """The same settings as above, on rows that do not reach them."""
     settings: dict[str, dict[str, Any]] = {
         "llama": {"rope_parameters": _DYNAMIC, "max_position_embeddings": 64},
-        "phi3": {"rope_parameters": _LONG, "max_position_embeddings": 4096, "pad_token_id": 0},
+        "phi3": _LONG,
         "llama4_text": {"floor_scale": 60, "attention_chunk_size": 64},
     }
     check(on_meta(kind, **settings[kind]), 56)
