@@ -31,7 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from longspan import ContextParallel, hf
 from longspan.comm.in_memory import run
 from longspan.errors import SpecError
-from longspan.hf.check import check
+from longspan.hf.model_check import check
 from longspan.hf.shrink import shrink
 from longspan.names import IGNORED
 

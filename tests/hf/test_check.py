@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from longspan.errors import SpecError
-from longspan.hf.check import check
+from longspan.hf.model_check import check
 from longspan.hf.probe import AttentionCall
 
 _LAYERS = {"num_hidden_layers": 4}

@@ -24,7 +24,7 @@ from longspan.hf.keywords import KNOWN_KEYWORDS
 from longspan.hf.mask_kinds import kind_of
 
 if TYPE_CHECKING:
-    from longspan.hf.sequence import Sequence, SequenceMask
+    from longspan.hf.model_sequence import Sequence, SequenceMask
 
 Tensor = torch.Tensor
 
