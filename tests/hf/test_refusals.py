@@ -183,9 +183,9 @@ def test_masks_that_a_model_lays_over_its_own_are_refused(monkeypatch) -> None:
     with hf.sequence(cp, model, packed(documents())) as seq, pytest.raises(SpecError) as error:
         model(**seq.inputs)
     assert error.value.message.startswith("the model lays a mask of its own over causal attention")
-    assert "(LlamaAttention) lays a mask of its own" in str(
-        told(cp, MODELS["llama"].build("longspan"), packed(documents()))
-    )
+    other = MODELS["llama"].build("longspan")
+    other.config.name = "another configuration, which was not checked"
+    assert "(LlamaAttention) lays a mask of its own" in str(told(cp, other, packed(documents())))
 
 
 def test_image_tokens_in_chunks_are_refused() -> None:

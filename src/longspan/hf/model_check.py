@@ -9,10 +9,8 @@ seq_len tokens  f(x[rows]) == f(x)[rows] again: thresholds of length
 
 import inspect
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +24,6 @@ from longspan.hf.shrink import VOCABULARY, shrink
 from longspan.hf.wrappers import unwrapped
 from longspan.names import IGNORED
 from longspan.plan import Layout
-
-T = TypeVar("T")
 
 SHORT = 52
 """Tokens of the first runs: no size of a small model, so that a dimension of this size counts tokens."""
@@ -49,23 +45,16 @@ class Checked:
         return tuple(dict.fromkeys(call.kind for call in self.calls))
 
 
-_checked: WeakKeyDictionary[nn.Module, Checked] = WeakKeyDictionary()
-
-
-def ensure_checked(model: nn.Module, seq_len: int) -> None:
-    """Check a model that was not checked at `seq_len` tokens or more. Dropout is looked for each time."""
-    known = _checked.get(unwrapped(model))
-    if known is None or max(known.lengths) < seq_len:
-        check(model, seq_len)
-    elif model.training:
-        _refused(unwrapped(model), lambda: _check_dropout(model))
+_probes: dict[tuple[type, str], Checked] = {}
+"""Class and configuration -> what their small copy has shown."""
 
 
 def check(model: nn.Module, seq_len: int) -> Checked:
     """Check that a model of transformers is exact under context parallelism at `seq_len` tokens. Local: no collective.
 
     Only the model's class, configuration and modules are read, so that weights may be on `meta` or sharded. A small copy
-    with the model's own layers runs on the CPU. Neither the model nor the state of random numbers changes.
+    with the model's own layers runs on the CPU, once for a configuration and its longest row. Neither the model nor the
+    state of random numbers changes.
 
     Raises `SpecError`, which names module, layer, cause and way out, for a model that
     - mixes tokens outside attention, selects keys by content, pools, or passes over the attention interface,
@@ -82,30 +71,27 @@ def check(model: nn.Module, seq_len: int) -> Checked:
         raise SpecError(f"{type(base).__name__} is not a model of transformers", hint="give a PreTrainedModel")
     cls = next(c for c in type(base).__mro__ if not issubclass(c, FSDPModule))
 
-    def checked() -> Checked:
+    key = cls, base.config.to_json_string()
+    try:
         _check_devices(base)
         _check_dropout(model)
         _check_router_loss(base, cls)
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            try:
-                return _probed(cls, base.config, seq_len, seed=0)
-            except Found as found:
-                if not found.measured:
-                    raise
-                # A tie of two experts may go either way: what is wrong is wrong with other weights too.
-                return _probed(cls, base.config, seq_len, seed=1)
-
-    _checked[unwrapped(model)] = found = _refused(base, checked)
-    return found
-
-
-def _refused(model: nn.Module, checks: Callable[[], T]) -> T:
-    """Return what `checks` return. Raises `SpecError` for what they have `Found`."""
-    try:
-        return checks()
+        if key not in _probes or max(_probes[key].lengths) < seq_len:
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+                _probes[key] = _probed_again(cls, base.config, seq_len)
     except Found as found:
-        cls = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
-        raise SpecError(_text(cls, model, found), hint=found.hint) from found.__cause__
+        raise SpecError(_text(cls, base, found), hint=found.hint) from found.__cause__
+    return _probes[key]
+
+
+def _probed_again(cls: type, config: Any, seq_len: int) -> Checked:
+    """Probe, and if values differ once more: a tie of two experts may go either way, what is wrong is so with other weights."""
+    try:
+        return _probed(cls, config, seq_len, seed=0)
+    except Found as found:
+        if not found.measured:
+            raise
+        return _probed(cls, config, seq_len, seed=1)
 
 
 def _text(cls: type, model: nn.Module, found: Found) -> str:

@@ -27,7 +27,7 @@ from longspan.data.arrays import IntArray
 from longspan.errors import SpecError
 from longspan.hf import interface
 from longspan.hf.mask_kinds import OVERLAY, kinds_of_layers, mask_of
-from longspan.hf.model_check import ensure_checked
+from longspan.hf.model_check import check
 from longspan.hf.router_loss import share_router_losses
 from longspan.hf.rows import Rows, rows_of
 from longspan.hf.wrappers import averaging_ranks, unwrapped
@@ -62,7 +62,7 @@ def sequence(
     Within the block, `model(**seq.inputs)` computes this rank's tokens. `loss` is this rank's share: the shares of all ranks
     sum to the mean over `num_targets`. Backward, also with recomputation, may run after the block.
 
-    The first sequence of a model, and the first of longer documents, runs `check`. Raises `SpecError` before any exchange
+    The model is checked as by `check`, anew for longer documents. Raises `SpecError` before any exchange
     for a model or batch that cannot be run exactly, `DisagreementError` on all ranks if they were given different batches.
     """
     if interface.open_sequence() is not None:
@@ -74,7 +74,7 @@ def sequence(
         base = unwrapped(model)
         _check_model(base)
         rows = rows_of(batch)
-        ensure_checked(model, max(rows.batch.lengths))
+        check(model, max(rows.batch.lengths))
         kinds = kinds_of_layers(base.config.get_text_config())
         masks = {kind: mask_of(kind, rows.batch.lengths, rows.image) for kind in kinds}
         planned = cp.with_options(**_options(cp, base, kinds, rows))
