@@ -152,12 +152,12 @@ class _Adapted(nn.Module):
 def test_adapters() -> None:
     model = on_meta("llama")
     assert check(_Adapted(model, peft_type="LORA", is_prompt_learning=False), 96).kinds == ("full",)
-    for settings in (
-        {"peft_type": "PROMPT_TUNING", "is_prompt_learning": True},
-        {"peft_type": "LORA", "is_prompt_learning": False, "alora_invocation_tokens": [7]},
-    ):
+    for settings, words in (
+        ({"peft_type": "PROMPT_TUNING", "is_prompt_learning": True}, "puts learned tokens before"),
+        ({"peft_type": "LORA", "is_prompt_learning": False, "alora_invocation_tokens": [7]}, "begins at its invocation tokens"),
+    ):  # fmt: skip
         message = refusal(_Adapted(model, **settings)).message
-        assert message.startswith(f"adapter 'default' ({settings['peft_type']}) adds or looks for tokens")
+        assert message.startswith(f"adapter 'default' of _Adapted is of {settings['peft_type']}, which {words}")
 
 
 def test_nothing_is_left_behind() -> None:

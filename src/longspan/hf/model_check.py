@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from longspan.errors import SpecError
+from longspan.hf.adapters import check_adapters
 from longspan.hf.probe import NO_INTERFACE, AttentionCall, Event, Found, Probe, Trace
 from longspan.hf.router_loss import FUNCTION
 from longspan.hf.shrink import VOCABULARY, shrink
@@ -65,7 +66,7 @@ def check(model: nn.Module, seq_len: int) -> Checked:
     """
     base = unwrapped(model)
     if hasattr(base, "get_base_model"):  # an adapter of peft
-        _check_adapters(base)
+        check_adapters(base)
         base = base.get_base_model()
     if not isinstance(base, PreTrainedModel):
         raise SpecError(f"{type(base).__name__} is not a model of transformers", hint="give a PreTrainedModel")
@@ -137,16 +138,6 @@ def _check_router_loss(model: Any, cls: type) -> None:
             "adds a router loss (output_router_logits=True) of its own over local tokens",
             "set output_router_logits=False",
         )
-
-
-def _check_adapters(model: Any) -> None:
-    for name, adapter in getattr(model, "peft_config", {}).items():
-        kind = str(getattr(getattr(adapter, "peft_type", None), "value", getattr(adapter, "peft_type", "")))
-        if getattr(adapter, "is_prompt_learning", False) or getattr(adapter, "alora_invocation_tokens", None):
-            raise SpecError(
-                f"adapter {name!r} ({kind}) adds or looks for tokens in the row that it is given, which is a shard",
-                hint="use LoRA, or another adapter of single tokens",
-            )
 
 
 def _probed(cls: type, config: Any, seq_len: int, seed: int) -> Checked:
