@@ -21,11 +21,11 @@ demo: $(STAMP)          ## train on the standard library's sources with cp=2, th
 test: $(STAMP)          ## every test but the widest matrices
 	$(PYTEST) -m "not nightly"
 
-quick: $(STAMP)         ## the tests that start no processes
+quick: $(STAMP)         ## the tests of one process that take seconds at most
 	$(PYTEST) -m "not ranks and not slow and not nightly"
 
-nightly: $(STAMP)       ## every test
-	$(PYTEST)
+nightly: $(STAMP)       ## every test, with all examples
+	$(PYTEST) --hypothesis-profile=nightly
 
 coverage: $(STAMP)      ## lines of plan/ and the engine that no test in one process reaches
 	$(PYTEST) -m "not slow and not nightly" --cov=longspan.plan --cov=longspan.cp.engine \

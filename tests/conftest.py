@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
+
+settings.register_profile("nightly")  # `tests/examples.py` asks which one is loaded
 
 _STARTS_PROCESSES = (
     "run_ranks", "own_ranks", "share_out", "run_step", "run_on_ranks", "check_through", "check_cases",
-    "launch(", "subprocess", "CliRunner", "replay_on_ranks",
+    "launch(", "subprocess", "CliRunner", "replay_on_ranks", "test_checkpoint import",
 )  # fmt: skip
 """Words of a test file that starts processes: ranks of a world, or a command."""
 _CHAINS = {"train": "training", "advise": "training", "verify": "runs", "cli": "runs", "benchmarks": "runs"}

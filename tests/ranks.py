@@ -24,10 +24,14 @@ from unittest.mock import patch
 
 # The profiler of torch announces itself on stderr at every start and stop; it reads this when it is loaded.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+# Each rank that compiles would start processes of its own for that, which import torch.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "longspan.cp.attention", "longspan.train.run"])
 _pool: list[tuple[Any, Connection]] = []
-_TIMEOUT = 120.0
+TIMEOUT = 120.0
+COLD_COMPILE = 900.0
+"""Seconds that ranks may take which run the C++ compiler, nothing compiled before, on a machine that does other work too."""
 _CORES = min(os.cpu_count() or 1, 4)
 _NO_WORLD = "the world could not be set up"
 
@@ -79,12 +83,14 @@ def _apply(group: Any, rank: int, function: Callable[[list[Any]], Any], part: li
     return function(part)
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run_ranks(ranks: int, function: Callable[..., Any], *arguments: Any, timeout: float = TIMEOUT) -> list[Any]:
     """Run `function` on `ranks` processes of the pool and return their results in rank order."""
-    return _run([(ranks, rank, function, arguments) for rank in range(ranks)])
+    return _run([(ranks, rank, function, arguments) for rank in range(ranks)], timeout)
 
 
-def _run(jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]], again: bool = True) -> list[Any]:
+def _run(
+    jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]], timeout: float = TIMEOUT, again: bool = True
+) -> list[Any]:
     """The results of jobs `(ranks, rank, function, arguments)`, a worker for each; worlds of one rank are apart."""
     workers = _workers(len(jobs))
     with tempfile.TemporaryDirectory(prefix="longspan-ranks-") as folder:
@@ -92,8 +98,8 @@ def _run(jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]], again
             pipe.send((f"{folder}/store{number if ranks == 1 else ''}", ranks, *job))
         results, failures = [], []
         for rank, (process, pipe) in enumerate(workers):
-            if not pipe.poll(_TIMEOUT):
-                failures.append(f"rank {rank}: nothing within {_TIMEOUT} s (exit code {process.exitcode})")
+            if not pipe.poll(timeout):
+                failures.append(f"rank {rank}: nothing within {timeout} s (exit code {process.exitcode})")
                 continue
             try:
                 ok, value = pipe.recv()
@@ -103,7 +109,9 @@ def _run(jobs: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]], again
     if failures:
         _stop()
         if again and any(_NO_WORLD in failure for failure in failures):
-            return _run(jobs, again=False)  # gloo may lose a connection while it sets up a world on a busy machine
+            return _run(
+                jobs, timeout, again=False
+            )  # gloo may lose a connection while it sets up a world on a busy machine
         raise RankFailedError("\n".join(failures))
     return results
 

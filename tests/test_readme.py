@@ -3,17 +3,19 @@
 import json
 import os
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 import tomllib
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from click.testing import CliRunner
 
 from longspan.cli.main import main
+from longspan.comm.launch import launch
 from longspan.data import Batch
 from longspan.model import Decoder, ModelConfig
 from longspan.train.train_config import TrainConfig
@@ -24,11 +26,6 @@ AXES = ModelConfig(
     vocab_size=256, hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=176, init_std=0.1
 )
 ROOT = Path(__file__).parent.parent
-BIN = Path(sys.executable).parent
-ONE_GPU = os.environ | {
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "one_gpu"), os.environ.get("PYTHONPATH", "")])
-}
-"""Where `torch.cuda.is_available()`: examples start more ranks than there are GPUs, on the CPU."""
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -55,17 +52,25 @@ def test_planning_commands_run(command, tmp_path, monkeypatch):
 
 def test_the_python_of_the_readme_is_that_of_the_examples():
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    assert blocks == [(ROOT / "examples" / name).read_text() for name in ("long.py", "attend.py")]
+    assert blocks == [(ROOT / "examples" / name).read_text() for name in ("long.py", "attend.py", "huggingface.py")]
 
 
-def run_on_one_gpu(command, *words):
-    words = [BIN / command, *words]
-    return subprocess.run(words, capture_output=True, text=True, timeout=300, check=True, env=ONE_GPU).stdout
+def run_on_one_gpu(ranks, script, folder):
+    """What ranks print that torchrun's library starts: more than there are GPUs, on the CPU."""
+    launch(run_script, (script, folder), ranks)
+    return "".join((folder / f"rank-{rank}").read_text() for rank in range(ranks))
+
+
+def run_script(script, folder):
+    one_gpu = patch.multiple(torch.cuda, is_available=lambda: True, device_count=lambda: 1)
+    with one_gpu, (folder / f"rank-{os.environ['RANK']}").open("w") as out, redirect_stdout(out):
+        runpy.run_path(str(script), run_name="__main__")
 
 
 def test_the_demo_runs_where_there_is_one_gpu(tmp_path, monkeypatch):
     """The commands of `make demo`, on a smaller corpus and for fewer steps; their ranks start with this environment."""
-    monkeypatch.setenv("PYTHONPATH", ONE_GPU["PYTHONPATH"])
+    folders = [str(ROOT / "tests" / "one_gpu"), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(folders))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     demo = (ROOT / "Makefile").read_text().split("\ndemo:")[1].split("\n\n")[0]
@@ -84,14 +89,15 @@ def test_the_demo_runs_where_there_is_one_gpu(tmp_path, monkeypatch):
     assert [case["passed"] for case in verified["cases"]] == [True]
 
 
-def test_the_example_runs_on_two_ranks():
-    output = run_on_one_gpu("torchrun", "--standalone", "--nproc-per-node", "2", ROOT / "examples" / "attend.py")
-    # The ranks share one pipe: their lines may run together.
+@pytest.mark.usefixtures("warm")
+def test_the_example_runs_on_two_ranks(tmp_path):
+    output = run_on_one_gpu(2, ROOT / "examples" / "attend.py", tmp_path)
     told = re.findall(r"rank (\d): \(1, 8, 2048, 64\) of \(1, 8, 4096, 64\), mean (-?\d\.\d{6})", output)
     assert sorted(rank for rank, _ in told) == ["0", "1"]
     assert len({mean for _, mean in told}) == 1
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_example_for_gpus_runs_on_cpus_with_shorter_rows(tmp_path):
     code = (ROOT / "examples" / "long.py").read_text()
     for on_gpu, here in (
@@ -101,13 +107,14 @@ def test_the_example_for_gpus_runs_on_cpus_with_shorter_rows(tmp_path):
         assert code.count(on_gpu) == 1
         code = code.replace(on_gpu, here)
     (tmp_path / "long.py").write_text(code)
-    output = run_on_one_gpu("torchrun", "--standalone", "--nproc-per-node", "2", tmp_path / "long.py")
+    output = run_on_one_gpu(2, tmp_path / "long.py", tmp_path)
     told = re.findall(r"rank (\d): \(1, 32, (\d+), 128\), gradient of k \(1, 8, (\d+), 128\)", output)
     assert sorted(told) == [("0", "655", "655"), ("1", "656", "656")]
 
 
-def test_the_example_of_a_loop_on_two_axes():
-    output = run_on_one_gpu("torchrun", "--standalone", "--nproc-per-node", "4", ROOT / "examples" / "axes.py")
+@pytest.mark.usefixtures("warm")
+def test_the_example_of_a_loop_on_two_axes(tmp_path):
+    output = run_on_one_gpu(4, ROOT / "examples" / "axes.py", tmp_path)
     model = Decoder(AXES, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     batch = Batch.from_documents([list(b"context parallelism, exact, "), list(b"and one command proves it")])

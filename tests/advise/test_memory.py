@@ -92,7 +92,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=pytest.mark.nightly if run == "tp2dp2pp2" else ()) for run in RUNS]
+)
 def test_parameters_gradients_and_moments_are_exact(run: str) -> None:
     config = budget_config(**RUNS[run])
     assert config.model is not None

@@ -65,6 +65,7 @@ def test_a_file_that_holds_something_else(tmp_path, text):
         Costs.load(tmp_path / "missing.json")
 
 
+@pytest.mark.usefixtures("warm")
 def test_the_command(tmp_path):
     path = tmp_path / "costs.json"
     done = CliRunner().invoke(main, ["bench", "calibrate", "--mebibytes", "1", "--output", str(path), "--json"])

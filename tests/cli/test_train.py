@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -391,8 +391,12 @@ def own_process(*words: object) -> Iterator["subprocess.Popen[str]"]:
         yield process
     finally:
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            # Ranks of torchrun are in groups of their own, and would keep the pipes open.
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            for group in (process.pid, *map(int, children)):
+                with suppress(ProcessLookupError):
+                    os.killpg(os.getpgid(group), signal.SIGKILL)
+            process.communicate(timeout=60)
 
 
 def watch_tokenising(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -413,13 +417,10 @@ def test_torchrun_and_own_ranks_reach_the_same_loss(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["train", folder / "run.toml", "--json", "--set", "eval_every=2", "--set", "preflight=true"]
-    with own_process(BIN / "longspan", *words, "--set", f"run_dir={tmp_path}/own") as own:
-        out, err = own.communicate(timeout=300)
-    assert own.returncode == 0, err
-    told = json.loads(out)
+    own = run(*words[1:], "--set", f"run_dir={tmp_path}/own")
+    assert own.exit_code == 0, own.output
+    told = json.loads(own.stdout)
     assert (told["steps"], told["ranks"], told["run_dir"]) == (3, 2, f"{tmp_path}/own")
-    assert "step 2: held-out loss" in err
-    assert "preflight: a step at the longest row fits; it took " in err
     assert told["axes"] == "cp 2"
     torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "longspan.cli.main"]
     tokenisations = watch_tokenising(tmp_path, monkeypatch)
@@ -428,6 +429,8 @@ def test_torchrun_and_own_ranks_reach_the_same_loss(
         out, err = under.communicate(timeout=300)
     assert tokenisations.read_text() == "one\n"
     assert under.returncode == 0, err
+    assert "step 2: held-out loss" in err
+    assert "preflight: a step at the longest row fits; it took " in err
     again = json.loads(out)
     assert (again["loss"], again["heldout_loss"]) == (told["loss"], told["heldout_loss"])
     assert again["tokens"] == told["tokens"] == 3 * 48

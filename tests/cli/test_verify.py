@@ -255,7 +255,9 @@ if os.environ.get("BREAK_A_RULE"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize(
+    "broken", [True, pytest.param(False, marks=pytest.mark.nightly)]
+)  # whole: the demo's, test_readme.py
 def test_the_command_in_processes_of_its_own(folder: Path, tmp_path: Path, broken: bool) -> None:
     (tmp_path / "sitecustomize.py").write_text(SITE)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "BREAK_A_RULE": "1" if broken else ""}

@@ -59,6 +59,7 @@ def look_around(dp: int, cp: int) -> dict[str, Any]:
         leave_world()
 
 
+@pytest.mark.usefixtures("warm")  # that processes start afresh: the interrupt below, tests/cli/test_train.py
 def test_ranks_of_a_cp_group_are_neighbours_and_rank_0_answers() -> None:
     found = launch(look_around, (2, 2), 4)
     assert found["axes"] == ("pp", "dp", "cp", "tp")
@@ -147,6 +148,7 @@ def lose_rank_1(how: str, note: Path) -> None:
         leave_world()
 
 
+@pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("how", "text"),
     [

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.comm.sharding import gather, shard, unshard
 from longspan.errors import SpecError
 from longspan.plan import Layout
+from tests.examples import examples
 from tests.oracle import raised
 from tests.plan.strategies import layouts
 from tests.ranks import run_ranks
@@ -23,7 +24,7 @@ def sharded(draw):
     return layout, shape, dim
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(sharded())
 def test_unshard_undoes_shard_and_so_do_their_gradients(case):
     layout, shape, dim = case

@@ -3,7 +3,10 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import product
 from typing import NamedTuple
+
+import pytest
 
 from longspan.comm.sharding import shard
 from longspan.comm.traffic import record
@@ -51,17 +54,21 @@ def masks_of(S: int) -> list[Mask]:
     return some
 
 
-def matrix(P: int, lengths) -> list[Case]:
-    """Layouts x masks x MHA, GQA, MQA x exact and fixed slots, kernels and batch sizes taking turns; balanced, all take turns."""
+def matrix(P: int, lengths, every_option: bool = True) -> list[Case]:
+    """Layouts x masks x MHA, GQA, MQA x exact and fixed slots, kernels and batch sizes taking turns; balanced, all take turns.
+
+    Without `every_option` heads and slots take turns too: each layout meets each mask once.
+    """
     cases = []
     for S in lengths:
         for number, mask in enumerate(masks_of(S)):
-            for name in LAYOUTS_WITHOUT_MASKS:
-                for slots in (None, -(-S // P) + 3):
-                    for heads in ((4, 4), (4, 2), (4, 1)):
-                        turn = len(cases) + number  # so that every mask meets the layouts with other options
-                        layout = Layout.named(name, S, P, slots)
-                        cases.append(Case(layout, mask, heads, 1 + turn % 5 % 2, ("sdpa", "reference")[turn % 2]))
+            for index, name in enumerate(LAYOUTS_WITHOUT_MASKS):
+                options = list(product((None, -(-S // P) + 3), ((4, 4), (4, 2), (4, 1))))
+                for slots, heads in options if every_option else [options[(number + 2 * index) % len(options)]]:
+                    # so that every mask meets the layouts with other options
+                    turn = len(cases) + number if every_option else 3 * number + index
+                    layout = Layout.named(name, S, P, slots)
+                    cases.append(Case(layout, mask, heads, 1 + turn % 5 % 2, ("sdpa", "reference")[turn % 2]))
             layout = Layout.balanced(mask, P, (None, -(-S // P) + 3)[number % 2])
             cases.append(
                 Case(layout, mask, ((4, 2), (4, 1))[number // 2 % 2], kernel=("sdpa", "reference")[number % 2])
@@ -133,15 +140,26 @@ def _check_prepared(group, rank: int, cases: list[Prepared]) -> int:
     return len(cases)
 
 
-THROUGH = [(1, ["ring"]), (2, ["ring", "exchange", "ulysses"]), (3, ["ring", "exchange"])]
-"""Ranks and routes on which a kernel's stand-in meets the matrix."""
+through = pytest.mark.parametrize(
+    ("P", "routes", "every_layout"),
+    [
+        pytest.param(P, routes, every, id=f"{P}, {how}", marks=pytest.mark.nightly if every else ())
+        for P, routes in ((1, ("ring",)), (2, ("ring", "exchange", "ulysses")), (3, ("ring", "exchange")))
+        for every, how in ((False, "in turn"), (True, "every layout"))
+    ],
+)  # fmt: skip
+"""Ranks and routes on which a kernel's stand-in meets the matrix: each mask in one layout, in turn; in every layout, nightly."""
 
 
 def check_through(
-    installed: Callable[[], AbstractContextManager[None]], kernel: str, P: int, routes: list[str]
+    installed: Callable[[], AbstractContextManager[None]],
+    kernel: str,
+    P: int,
+    routes: tuple[str, ...],
+    every_layout: bool,
 ) -> None:
     """The matrix on `P` ranks by a kernel that `installed` puts in the place of the real one, in each rank."""
-    cases = [case._replace(kernel=kernel) for route in routes for case in routed(route, None, P, 23)]
+    cases = [case._replace(kernel=kernel) for route in routes for case in routed(route, None, P, 23, every_layout)]
     assert sum(share_out(partial(_through, installed, P), cases)) == len(cases)
 
 

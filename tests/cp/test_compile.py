@@ -7,9 +7,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from longspan import ContextParallel, Mask
 from longspan.data import positions
 from longspan.model import Decoder, ModelConfig
-from tests.ranks import run_ranks
+from tests.ranks import COLD_COMPILE, run_ranks
 
-CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=64)
+CONFIG = ModelConfig(vocab_size=64, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, intermediate_size=64)
 BATCHES = [
     lengths
     for S in (16, 17, 20)
@@ -60,6 +60,6 @@ def _compiled(group, rank, layout, route, backend, recompute):
 )
 def test_one_compilation_serves_all_batches(layout, route, backend, recompute):
     """Where a batch needs no exchange of heads, it is another graph: then there are two."""
-    for worst, compilations in run_ranks(2, _compiled, layout, route, backend, recompute):
+    for worst, compilations in run_ranks(2, _compiled, layout, route, backend, recompute, timeout=COLD_COMPILE):
         assert worst < 1e-10
         assert compilations <= (2 if route == "ulysses" else 1)

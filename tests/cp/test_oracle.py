@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
 from tests.plan.strategies import (
     DEGREES,
     INNER_HEADS,
@@ -22,16 +23,39 @@ LENGTHS = {1: 19, 2: 23, 3: 25, 4: 37, 5: 33, 6: 41, 8: 43}
 """Tokens of the quick matrix at each degree: none is a multiple of what it is cut into."""
 
 
+IN_TURN = pytest.param(False, id="in turn")
+EVERY_OPTION = pytest.param(True, id="every option", marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("every_option", [IN_TURN, EVERY_OPTION])
 @pytest.mark.parametrize("P", [2, 3, 4])
-def test_matrix_over_gloo(P):
-    cases = matrix(P, [LENGTHS[P]])
-    assert len(cases) == 9 * (len(NAMES) * 2 * 3 + 1)
+def test_matrix_over_gloo(P, every_option):
+    cases = matrix(P, [LENGTHS[P]], every_option)
+    assert len(cases) == 9 * (len(NAMES) * (2 * 3 if every_option else 1) + 1)
     assert run_ranks(P, check_cases, cases) == [len(cases)] * P
 
 
-@pytest.mark.parametrize("P", DEGREES)
-def test_matrix(P):
-    check_in_memory(P, matrix(P, [LENGTHS[P]]))
+@pytest.mark.parametrize("every_option", [IN_TURN, EVERY_OPTION])
+@pytest.mark.parametrize("P", [P for P in DEGREES if P != 3])
+def test_matrix(P, every_option):
+    check_in_memory(P, matrix(P, [LENGTHS[P]], every_option))
+
+
+def test_matrix_of_three():
+    check_in_memory(3, matrix(3, [LENGTHS[3]]))
+
+
+def test_options_in_turn_meet_all():
+    """Every layout meets all heads, slots, kernels and batch sizes, and every mask meets all layouts."""
+    cases = [case for case in matrix(3, [LENGTHS[3]], every_option=False) if case.layout.name in NAMES]
+    for name in NAMES:
+        own = [case for case in cases if case.layout.name == name]
+        assert len({case.mask for case in own}) == len(own) == 9
+        assert {(case.heads, case.layout.slots is None) for case in own} == {
+            (heads, exact) for heads in ((4, 4), (4, 2), (4, 1)) for exact in (True, False)
+        }
+        assert {case.kernel for case in own} == {"sdpa", "reference"}
+        assert {case.batch for case in own} == {1, 2}
 
 
 @pytest.mark.nightly
@@ -86,7 +110,7 @@ random_cases = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@examples(40)
 @given(random_cases)
 def test_any_length_and_documents(case):
     P = case.layout.ranks
@@ -106,7 +130,7 @@ def routed_cases(draw, degrees):
     return Case(layout, mask, heads, batch, kernel, draw(st.sampled_from([8, 5])), route, inner)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(routed_cases((1, 2, 3, 4, 5, 6, 8)))
 def test_any_route(case):
     P = case.layout.ranks

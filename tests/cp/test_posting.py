@@ -4,13 +4,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.comm.matching import Batch
 from longspan.errors import CommError
 from longspan.kernels.choice import KERNELS
 from longspan.plan import Layout, Mask, direct, plan_attention, ring
+from tests.examples import examples
 from tests.plan.strategies import (
     HEAD_COUNTS,
     HEADS_MOVE,
@@ -78,21 +79,21 @@ def some_plans(draw):
     return plan_attention(layout, mask, route, heads, inner), heads
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(some_plans())
 def test_no_rank_waits_in_a_circle(case):
     plan, heads = case
     assert play(scripts_of(plan, heads, once)) == ""
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@examples(30)
 @given(some_plans(), st.booleans())
 def test_nor_among_layers_recomputation_and_the_gathers_of_a_wrapper(case, one_queue):
     plan, heads = case
     assert play(scripts_of(plan, heads, two_layers), one_queue=one_queue) == ""
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(some_plans())
 def test_both_ends_of_a_message_belong_to_one_stage(case):
     """The rule from which the rest follows: ranks post in the order of stages, and no message joins two of them."""

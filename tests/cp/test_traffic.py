@@ -148,8 +148,15 @@ def measured_routes(P) -> list[tuple[str, int | None]]:
     return [(route, n) for route in routes for n in inners_of(route, P) if n is None or 1 < n < P or P == 3]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("P", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("P", "dtype"),
+    [
+        (3, torch.bfloat16),
+        *((P, torch.float32) for P in (2, 3, 4)),
+        *(pytest.param(P, torch.bfloat16, marks=pytest.mark.nightly) for P in (2, 4)),
+    ],
+    ids=str,
+)
 def test_messages_and_kernel_calls_are_those_of_the_plan(P, dtype):
     S, heads = 300, (12, 6)
     masks = [Mask.causal(S), Mask.full(S), Mask.documents([120, 0, 180], window=50), Mask.prefix(S, 70)]

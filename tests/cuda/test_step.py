@@ -49,7 +49,7 @@ MICROS = 2
 
 @functools.cache
 def trained(name: str) -> tuple[TrainConfig, list[Trained]]:
-    """Three steps on two ranks of a CP group, in fp64."""
+    """Two steps on two ranks of a CP group, in fp64."""
     config = make_config(parallel__cp=2, parallel__kernel="reference", gradient_accumulation_steps=MICROS, **RUNS[name])
     with tempfile.TemporaryDirectory() as folder:
         return config, run_ranks(2, _train, f"{folder}/store", config, rows_of(MICROS))

@@ -65,7 +65,7 @@ def test_a_loader_reads_exactly_the_rows_that_were_packed(
     packing = write(tmp_path / "rows.parquet", store, **options)
     rows = [next(packing).digest() for _ in range(packing.rows_per_epoch)]
     again = loader_of(store, **options, manifest=read_manifest(tmp_path / "rows.parquet"))
-    assert again.rows_per_epoch == len(rows) > 3
+    assert again.rows_per_epoch == len(rows) >= 3  # which two documents are held out, the path of the corpus decides
     assert [next(again).digest() for _ in range(2 * len(rows))] == rows + rows  # every epoch the same
     assert again.epoch == 2
 

@@ -11,7 +11,7 @@ from longspan.kernels import cudnn
 from longspan.kernels.choice import KERNELS
 from longspan.kernels.cudnn import CudnnKernel
 from longspan.kernels.scores import ScoreChange
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
 
 from .test_sdpa import FlashOnCuda, tensors
 from .tiles import PRECISION, TILES, check_kernel, every_tile, wide
@@ -98,9 +98,9 @@ def on_this_machine():
         yield
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix(P, routes):
-    check_through(on_this_machine, "cudnn", P, routes)
+@through
+def test_the_oracle_matrix(P, routes, every_layout):
+    check_through(on_this_machine, "cudnn", P, routes, every_layout)
 
 
 @pytest.mark.parametrize(

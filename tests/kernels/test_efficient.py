@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 
 from longspan.cp.attention import attention
 from longspan.kernels import efficient
@@ -17,9 +17,10 @@ from longspan.kernels.efficient import EfficientKernel
 from longspan.kernels.protocol import launches
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Layout, Mask, Shape, plan_attention
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
+from tests.examples import examples
 from tests.oracle import dense_attention, make_inputs, relative_error
-from tests.ranks import run_ranks
+from tests.ranks import run_threads
 
 from .test_sdpa import CUDA, FOLLOWING, FlashOnCuda, check_joined, join_tiles, some_tiles, tensors
 from .tiles import HEADS, PRECISION, TILES, check_kernel, every_tile, make_tile, seen, wide
@@ -165,9 +166,9 @@ def test_values_of_a_dim_of_their_own(operators):
         check_kernel(KERNEL, TILES[kind], (4, 2), torch.bfloat16, PRECISION[torch.bfloat16], dim_v=16)
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix(P, routes):
-    check_through(on_this_machine, "efficient", P, routes)
+@through
+def test_the_oracle_matrix(P, routes, every_layout):
+    check_through(on_this_machine, "efficient", P, routes, every_layout)
 
 
 def _other_dims(group, rank):
@@ -176,19 +177,20 @@ def _other_dims(group, rank):
     want, positions = dense_attention(inputs, mask), torch.from_numpy(layout.positions(rank))
     q, k, v, dout = (x[:, :, positions].clone() for x in inputs)
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    with on_this_machine():
-        plan = plan_attention(layout, mask, "ring")
-        out = attention(*leaves, plan=plan, group=group, kernel="efficient")
-        out.backward(dout)
+    plan = plan_attention(layout, mask, "ring")
+    out = attention(*leaves, plan=plan, group=group, kernel="efficient")
+    out.backward(dout)
     got = (out.detach(), *(x.grad for x in leaves))
     return [relative_error(g, w[:, :, positions]) for g, w in zip(got, want, strict=False)]
 
 
 def test_dims_that_differ_over_ranks():
-    assert max(error for errors in run_ranks(2, _other_dims) for error in errors) < 1e-10
+    with on_this_machine():
+        found = run_threads(2, _other_dims)
+    assert max(error for errors in found for error in errors) < 1e-10
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@examples(150)
 @given(some_tiles())
 def test_mode_and_window_show_exactly_the_tiles_pairs(tile):
     times = {False: torch.zeros(400, 400, dtype=torch.int64), True: torch.zeros(400, 400, dtype=torch.int64)}

@@ -16,7 +16,7 @@ from longspan.kernels.protocol import BackwardInputs, launches
 from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import bands as algebra
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
 from tests.oracle import make_inputs, relative_error
 
 from .test_sdpa import FOLLOWING, join_tiles
@@ -175,9 +175,9 @@ def on_this_machine():
         yield
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix(P, routes):
-    check_through(on_this_machine, "flash2", P, routes)
+@through
+def test_the_oracle_matrix(P, routes, every_layout):
+    check_through(on_this_machine, "flash2", P, routes, every_layout)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from torch.nn.attention import _fa3, current_flash_attention_impl
 
 from longspan.kernels import flash3
@@ -15,7 +15,8 @@ from longspan.kernels.choice import KERNELS
 from longspan.kernels.flash3 import FlashAttention3Kernel
 from longspan.kernels.scores import ScoreChange
 from longspan.kernels.windows import window_of
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
+from tests.examples import examples
 
 from .test_sdpa import CUDA, FOLLOWING, FlashOnCuda, check_joined, join_tiles, some_tiles, tensors
 from .tiles import HEADS, PRECISION, TILES, check_kernel, seen, wide
@@ -90,12 +91,12 @@ def test_every_tile(flash, kind, heads):
     assert len({name for name, _ in flash.calls}) == 2
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix(P, routes):
-    check_through(on_this_machine, "flash3", P, routes)
+@through
+def test_the_oracle_matrix(P, routes, every_layout):
+    check_through(on_this_machine, "flash3", P, routes, every_layout)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(some_tiles())
 def test_the_window_shows_exactly_the_tiles_pairs(tile):
     stand_in = FlashOnHopper()

@@ -23,9 +23,9 @@ from longspan.kernels.reference import ReferenceKernel
 from longspan.kernels.scores import ScoreChange
 from longspan.plan import Layout, Mask, plan_attention
 from longspan.plan import bands as algebra
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
 from tests.oracle import dense_attention, make_inputs, relative_error
-from tests.ranks import run_ranks
+from tests.ranks import run_threads
 
 from .test_scores import CHANGES, MASKS, check_changed
 from .test_sdpa import FOLLOWING, join_tiles, tensors
@@ -154,9 +154,9 @@ def plain_math(monkeypatch):
     monkeypatch.setattr(flex, "_compiled", partial(flex._compiled, "aot_eager"))
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix(P, routes):
-    check_through(on_this_machine, "flex", P, routes)
+@through
+def test_the_oracle_matrix(P, routes, every_layout):
+    check_through(on_this_machine, "flex", P, routes, every_layout)
 
 
 @every_tile()
@@ -165,7 +165,8 @@ def test_every_tile(stand_in, kind, heads, dtype):
     assert stand_in.calls == ["plain"] * 2 + ["differentiated"] * 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.nightly)], ids=str)
 def test_every_tile_by_flex_attention_itself(plain_math, dtype):
     for tile in TILES.values():
         check_kernel(KERNEL, tile, (4, 2), dtype, PRECISION[dtype], dim_v=24, dim=16)
@@ -224,14 +225,22 @@ def test_changes_are_those_of_the_reference(stand_in, tile, dtype):
         assert max(differences(change, tile, dtype)) < PRECISION[dtype][1]
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_changes_by_flex_attention_itself(plain_math, number):
-    for tile in SOME:
-        assert max(differences(changes(tile, 4)[number], tile, torch.float64)) < 1e-12
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "tile"),
+    [
+        pytest.param(n, tile, marks=() if turn % 3 == n else pytest.mark.nightly)
+        for n in range(3) for turn, tile in enumerate(SOME)
+    ],
+    ids=str,
+)  # fmt: skip
+def test_changes_by_flex_attention_itself(plain_math, number, tile):
+    assert max(differences(changes(tile, 4)[number], tile, torch.float64)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.nightly)], ids=str)
 @pytest.mark.parametrize("tile", SOME, ids=str)
 def test_the_stand_in_is_flex_attention(monkeypatch, tile, dtype):
     """Forward, where nothing has to be patched: the real function, uncompiled."""
@@ -277,6 +286,7 @@ def test_tiles_that_follow_each_other_go_together(stand_in, kind, change):
     assert sum(map(algebra.tile_area, tiles)) == sum(launch.pairs for launch in launches(KERNEL, tiles, x.q))
 
 
+@pytest.mark.slow
 def test_documents_longer_than_a_block_go_together(plain_math):
     ends = [0, 300, 301, 450, 900]
     tiles = [make_tile(a, b, a, b, lo=0, hi=None if a else 140) for a, b in pairwise(ends)]
@@ -289,12 +299,7 @@ def test_documents_longer_than_a_block_go_together(plain_math):
         assert relative_error(a, b) < 1e-12
 
 
-def _on_routes(group, rank, cases):
-    with on_this_machine(), record() as calls:
-        check_changed(group, rank, cases)
-    return {call.kernel for call in calls}, len(calls)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("P", [2, 3])
 def test_soft_cap_and_alibi_on_routes_against_dense(P):
     """ "auto" takes it: the kernels before it refuse what changes scores."""
@@ -308,7 +313,10 @@ def test_soft_cap_and_alibi_on_routes_against_dense(P):
     ]
     # KV heads that serve now more, now fewer query heads of a rank.
     cases += [(Layout.zigzag(23, P), MASKS[0], "ulysses", None, (12, 6), *change) for change in CHANGES if P == 2]
-    assert run_ranks(P, _on_routes, cases) == [({"flex"}, 2 * len(cases))] * P
+    with on_this_machine(), record() as calls:
+        run_threads(P, check_changed, cases)
+    assert {call.kernel for call in calls} == {"flex"}
+    assert len(calls) == 2 * len(cases) * P
 
 
 def test_a_sink_beside_the_keys(stand_in, monkeypatch):
@@ -323,7 +331,7 @@ def test_a_sink_beside_the_keys(stand_in, monkeypatch):
         assert relative_error(got, right) < 1e-12
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)])
 def test_compiled_code_in_compiled_code_and_without_gradients(monkeypatch, backend):
     """A compiled block calls an operator that calls what the kernel has compiled: the stand-in's formulas, for FlexAttention's
     plain math uses vmap, which does not run there."""
@@ -343,6 +351,7 @@ def test_compiled_code_in_compiled_code_and_without_gradients(monkeypatch, backe
         assert relative_error(got, right) < 1e-12
 
 
+@pytest.mark.slow
 def test_evaluation_before_training(plain_math, monkeypatch):
     """What is kept from a call in inference mode can be kept for backward."""
     flex._block_mask.cache_clear()
@@ -361,6 +370,7 @@ def test_evaluation_before_training(plain_math, monkeypatch):
         assert relative_error(got.detach(), want.detach()) < 1e-12
 
 
+@pytest.mark.slow
 def test_lengths_places_and_caps_compile_nothing_anew(monkeypatch):
     counter = CompileCounterWithBackend("aot_eager")
     function = flex._compiled.__wrapped__(counter)

@@ -1,5 +1,7 @@
 """Soft-cap and ALiBi against dense attention by plain autograd, on routes that move rows, heads and both; and what is refused."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from longspan.cp.attention import attention
 from longspan.errors import SpecError
 from longspan.plan import Layout, Mask, plan_attention
 from tests.oracle import make_inputs, raised, relative_error
-from tests.ranks import run_ranks
+from tests.ranks import run_threads
 
 SCALE = 0.7
 MASKS = [Mask.causal(23), Mask.documents([5, 11, 0, 7], window=6), Mask.prefix(23, 9), Mask.full(23)]
@@ -19,8 +21,10 @@ def slopes(heads):
     return torch.tensor([2.0**-n for n in range(heads)], dtype=torch.float64)
 
 
-def dense(inputs, mask, softcap, alibi):
-    """out, dq, dk, dv of the formulas as they are written."""
+@cache
+def dense(mask, heads, softcap, alibi):
+    """out, dq, dk, dv of the formulas as they are written, once for all ranks, layouts and routes."""
+    inputs = make_inputs(mask.seq_len, heads)
     q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
     group = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(group, 1).mT * SCALE
@@ -37,7 +41,7 @@ def dense(inputs, mask, softcap, alibi):
 def check_changed(group, rank, cases, kernel="auto"):
     for layout, mask, route, inner, heads, softcap, alibi in cases:
         inputs = make_inputs(mask.seq_len, heads)
-        want = dense(inputs, mask, softcap, alibi)
+        want = dense(mask, heads, softcap, alibi)
         plan = plan_attention(layout, mask, route, heads, inner)
         q, k, v, dout = (shard(x, layout, rank, 2) for x in inputs)
         for x in (q, k, v):
@@ -50,6 +54,7 @@ def check_changed(group, rank, cases, kernel="auto"):
             assert error < 1e-10, (layout.name, mask.array.tolist(), route, heads, softcap, alibi, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("P", [1, 2, 4])
 def test_against_dense(P):
     routes = [
@@ -69,7 +74,7 @@ def test_against_dense(P):
     ]
     # KV heads that serve now more, now fewer query heads of a rank.
     cases += [(Layout.zigzag(23, P), MASKS[0], "ulysses", None, (12, 6), *change) for change in CHANGES]
-    run_ranks(P, check_changed, cases[:: 1 if P == 2 else 3])
+    run_threads(P, check_changed, cases[:: 1 if P == 2 else 3])
 
 
 def test_what_is_refused():
@@ -98,6 +103,6 @@ def _different(group, rank):
 
 
 def test_ranks_that_change_scores_differently_are_told():
-    for found in run_ranks(2, _different):
+    for found in run_threads(2, _different):
         assert [kind for kind, _ in found] == ["DisagreementError"] * 2
         assert all("changes of scores" in text for _, text in found)

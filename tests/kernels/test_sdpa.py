@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.kernels import sdpa
@@ -18,7 +18,8 @@ from longspan.kernels.sdpa import SdpaKernel
 from longspan.kernels.windows import window_of
 from longspan.plan import Mask
 from longspan.plan import bands as algebra
-from tests.cp.cases import THROUGH, check_through
+from tests.cp.cases import check_through, through
+from tests.examples import examples
 
 from ..oracle import make_inputs, relative_error
 from .tiles import HEADS, PRECISION, TILES, check_kernel, every_tile, make_tile, seen, wide
@@ -44,7 +45,7 @@ def some_tiles(draw):
     return make_tile(*band) if mask.area else TILES["full"]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(some_tiles(), st.booleans())
 def test_split_covers_each_pair_once_with_shapes_that_the_cpu_kernel_has(tile, backward):
     times = torch.zeros(400, 400, dtype=torch.int64)
@@ -234,9 +235,9 @@ def on_cuda():
         yield
 
 
-@pytest.mark.parametrize(("P", "routes"), THROUGH)
-def test_the_oracle_matrix_on_cuda(P, routes):
-    check_through(on_cuda, "sdpa", P, routes)
+@through
+def test_the_oracle_matrix_on_cuda(P, routes, every_layout):
+    check_through(on_cuda, "sdpa", P, routes, every_layout)
 
 
 @pytest.fixture
@@ -254,7 +255,7 @@ def test_every_tile_on_cuda(flash, kind, heads, dtype):
     assert {name for name, _ in flash.calls} == {"_flash_attention_forward", "_flash_attention_backward"}
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(some_tiles())
 def test_the_window_on_cuda_shows_exactly_the_tiles_pairs(tile):
     stand_in, times = FlashOnCuda(), torch.zeros(400, 400, dtype=torch.int64)

@@ -186,6 +186,7 @@ def test_fsdp_mixed_precision_may_not_round_the_rotary_tables(inputs, group_of_o
             assert all(grad.dtype == torch.float32 and grad.full_tensor().isfinite().all() for grad in grads.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "block"])
 def test_compiled_and_eager_are_equal(inputs, recompute):
     loss, grads = gradients(make_model(recompute=recompute), inputs)

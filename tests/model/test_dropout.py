@@ -128,6 +128,7 @@ def test_nothing_to_drop(shape):
     assert out.shape == x.grad.shape == shape
 
 
+@pytest.mark.slow
 def test_compiled_and_eager_are_equal():
     first, second = TokenDropout(0.3, seed=3, site=5), TokenDropout(0.6, seed=2**64 - 1, site=2**32 - 1)
 
@@ -176,6 +177,7 @@ def test_a_long_shard_on_an_accelerator_takes_hundreds_of_launches_and_not_tens_
     assert seen.counts["where"] == 4
 
 
+@pytest.mark.slow
 def test_chunks_of_an_accelerator_do_not_change_a_bit(monkeypatch):
     tokens = torch.arange(1, 1001)[None]
     x, drop = make_x(1, 1000, 131, torch.float32), TokenDropout(0.3, seed=3, site=5)

@@ -10,13 +10,14 @@ from unittest import mock
 import pytest
 import torch
 from benchmarks.harness import peak_bytes
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile
 
 from longspan.errors import SpecError
 from longspan.model import philox
 from longspan.model.philox import keep, normal
+from tests.examples import examples
 from tests.launches import Launches
 
 WORD = st.integers(0, 2**32 - 1)
@@ -72,7 +73,7 @@ def test_the_vectors_that_random123_publishes(counter, key, right):
     assert python_philox(counter, key) == right
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(st.lists(st.tuples(WORD, WORD), min_size=1, max_size=9), WORD, WORD, st.tuples(WORD, WORD))
 def test_any_counter_and_key_against_plain_python(pairs, c1, c3, key):
     first, third = torch.tensor(pairs, dtype=torch.int64).unbind(1)
@@ -96,7 +97,7 @@ def regions(draw):
     return shape, tuple(slice(*pair) for pair in bounds)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(regions(), st.integers(1, 40))
 def test_any_region_holds_the_numbers_of_the_whole(case, chunk_blocks):
     shape, region = case
@@ -147,6 +148,7 @@ def test_normal_numbers_of_neighbours_names_and_seeds_do_not_correlate():
     assert all(correlation(x[: y.shape[0], : y.shape[1]] ** 2, y**2) < 5 for y in others.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_rows", "num_columns"), [(1, 2**20), (2**20, 1), (2**12, 2**8 - 1)])
 def test_temporaries_of_normal_do_not_grow_with_the_region(num_rows, num_columns):
     region = (slice(0, num_rows), slice(1, num_columns + 1))

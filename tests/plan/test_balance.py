@@ -21,15 +21,16 @@ from benchmarks.layouts import (
     zigzag_in_documents,
 )
 from benchmarks.planning import planning_seconds
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from longspan.plan import Layout, Mask, plan_attention
 from longspan.plan.density import Density
+from tests.examples import examples
 
 from .strategies import lengths_of, weighted_masks
 
-thorough = settings(max_examples=300, deadline=None, derandomize=True)
+thorough = examples(300)
 ranks_of = st.integers(1, 9)
 
 

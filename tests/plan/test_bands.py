@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plan import bands as algebra
 from longspan.plan.bands import UNBOUNDED
+from tests.examples import examples
 
 SIZE = 12
 edges = st.lists(st.integers(0, SIZE), min_size=2, max_size=2).map(sorted)
@@ -14,7 +15,7 @@ bounds = st.integers(-SIZE - 2, SIZE + 2)
 lows, highs = bounds | st.just(-UNBOUNDED), bounds | st.just(UNBOUNDED)
 bands = st.tuples(edges, edges, lows, highs).map(lambda b: (*b[0], *b[1], b[2], b[3]))
 band_lists = st.lists(bands, max_size=6)
-thorough = settings(max_examples=300, deadline=None, derandomize=True)
+thorough = examples(300)
 
 
 def as_array(rows):
@@ -77,7 +78,7 @@ def test_blocks_counts_those_that_hold_a_pair(rows, size):
     assert algebra.blocks(trimmed, size).tolist() == right
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(st.integers(1, 700), st.integers(1, 700), st.integers(-800, 800), st.integers(-800, 800), st.integers(0, 300))
 def test_blocks_of_128_on_a_dense_mask(num_q, num_k, lo, hi, start):
     trimmed = algebra.trim(as_array([(start, start + num_q, 0, num_k, lo + start, hi + start)]))[0]

@@ -1,16 +1,17 @@
 """Cutting a mask by a layout, against the pairs themselves."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 
 from longspan.plan import Layout, Mask
 from longspan.plan import bands as algebra
 from longspan.plan.cut import area_by_rank, demand_of, rows_for, rows_from, tiles_of
+from tests.examples import examples
 
 from .brute import needed_distances, owners
 from .strategies import layout_and_mask
 
-thorough = settings(max_examples=300, deadline=None, derandomize=True)
+thorough = examples(300)
 
 
 @thorough

@@ -4,15 +4,16 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.plan import Mask
 from longspan.plan.density import Density
+from tests.examples import examples
 
 from .strategies import weighted_masks
 
-thorough = settings(max_examples=300, deadline=None, derandomize=True)
+thorough = examples(300)
 
 
 def in_sight(masks) -> np.ndarray:

@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from longspan.names import LAYOUTS
 from longspan.plan import Layout, Mask, Transfer, plan_attention
+from tests.examples import examples
 
 from .brute import carry_out, check_transfers, owners
 from .strategies import layout_and_mask
 
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
+thorough = examples(200)
 
 
 def wanted(layout, dense, rank) -> list[int]:

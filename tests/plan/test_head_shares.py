@@ -7,16 +7,17 @@ from math import gcd
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import SpecError
 from longspan.plan import Layout, Mask, check_heads, head_stages, plan_attention
 from longspan.plan.head_shares import check_head_degree
+from tests.examples import examples
 
 from .strategies import layouts
 
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
+thorough = examples(200)
 
 
 def dealt(heads, degree, S=24):

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import SpecError
 from longspan.names import LAYOUTS
 from longspan.plan import Layout, spans_of
 from longspan.plan.arguments import check_rank
+from tests.examples import examples
 
 from .strategies import NAMES, layouts
 
@@ -16,7 +17,7 @@ lengths = st.integers(1, 200)
 some_layouts = lengths.flatmap(lambda S: layouts(S, tuple(range(1, 18)), with_slots=True))
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@examples(300)
 @given(some_layouts)
 def test_every_token_has_one_slot(layout):
     positions = [layout.positions(rank) for rank in range(layout.ranks)]
@@ -74,7 +75,7 @@ def test_spans_have_the_layouts_step():
     assert spans_of(Layout.striped(2, 4), 3) == []
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(st.data())
 def test_merged_shards_hold_the_tokens_of_their_members_in_order(data):
     degree, others = data.draw(

@@ -2,15 +2,16 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import SpecError
 from longspan.plan import Layout, Mask
+from tests.examples import examples
 
 from .strategies import defined_masks
 
-thorough = settings(max_examples=300, deadline=None, derandomize=True)
+thorough = examples(300)
 
 
 @thorough

@@ -6,10 +6,11 @@ import pickle
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from longspan.errors import SpecError
 from longspan.plan import Layout, Mask, check_heads, plan_attention
+from tests.examples import examples
 
 from .brute import visible
 from .strategies import NAMES, layout_and_mask, plans
@@ -86,7 +87,7 @@ def test_where_every_rank_needs_every_row_each_sends_its_shard_to_all_others(rou
         assert plan.bytes(rank, "backward", D, 2) == rows * 2 * K * D * (2 + 4)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(layout_and_mask(with_slots=True))
 def test_areas_and_imbalance(case):
     layout, mask = case
@@ -102,7 +103,7 @@ def test_areas_and_imbalance(case):
     assert (plan.ranks, plan.seq_len) == (layout.ranks, mask.seq_len)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@examples(60)
 @given(plans(("ring", "exchange", "ulysses", "usp", "upipe"), 200, 400, (1, 2, 3, 4)))
 def test_blocks_of_the_tiles_a_rank_computes(plan):
     for rank in range(plan.ranks):

@@ -2,16 +2,17 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from longspan.plan import Layout, Mask, Tile, Transfer, plan_attention
 from longspan.plan.ring import Ring
+from tests.examples import examples
 
 from .brute import carry_out, check_transfers, needed_distances, owners
 from .strategies import layout_and_mask
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(layout_and_mask(with_slots=True))
 def test_carried_out_by_brute_force(case):
     layout, mask = case
@@ -42,7 +43,7 @@ def test_carried_out_by_brute_force(case):
         assert all(len(stage.steps) == 1 for stage in share.stages)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(layout_and_mask(with_slots=True))
 def test_a_rotation_is_the_ring_with_every_rank_in_every_hop(case):
     layout, mask = case

@@ -4,18 +4,19 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from longspan.errors import SpecError
 from longspan.names import ROUTES
 from longspan.plan import Layout, Mask, plan_attention, route_of
 from longspan.plan.routes import Degrees, degrees_of, inner_degree
+from tests.examples import examples
 
 from .brute import carry_out, check_transfers, owners
 from .strategies import HEADS_MOVE, INNER_HEADS, OUTER_HEADS, head_degree, inners_of, plans
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@examples(250)
 @given(plans(HEADS_MOVE + INNER_HEADS + OUTER_HEADS))
 def test_carried_out_by_brute_force(plan):
     layout, dense, P = plan.layout, plan.mask.dense(), plan.ranks
@@ -40,7 +41,7 @@ def test_carried_out_by_brute_force(plan):
             assert share.heads.members[share.heads.member] == rank
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(plans(("exchange-ulysses", "allgather-ulysses")))
 def test_groups_of_ranks_receive_what_their_queries_see(plan):
     """Striped and zigzag shards of a group, merged, against the mask."""

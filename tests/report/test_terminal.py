@@ -52,8 +52,14 @@ def test_small_plan_pair_by_pair() -> None:
     ]
 
 
-@pytest.mark.parametrize("color", [False, True], ids=["letters", "colour"])
-@pytest.mark.parametrize("ranks", [1, 2, 5, 8, 17, 64])
+@pytest.mark.parametrize(
+    ("ranks", "color"),
+    [
+        *((ranks, False) for ranks in (1, 2, 5, 8, 17, 64)),
+        *((ranks, True) for ranks in (5, 64)),
+        *(pytest.param(ranks, True, marks=pytest.mark.nightly) for ranks in (1, 2, 8, 17)),
+    ],
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_fits_80_columns(layout: str, ranks: int, color: bool) -> None:
     for mask in (Mask.causal(3), Mask.causal(45, window=9), Mask.documents([60_000, 71_072])):

@@ -6,13 +6,14 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from longspan.errors import SpecError
 from longspan.topology import ORDER, Topology
+from tests.examples import examples
 
-thorough = settings(max_examples=300, deadline=None, derandomize=True)
+thorough = examples(300)
 
 ORDERS = ["-".join(axes) for axes in permutations(("tp", "cp", "ep", "dp", "pp"))]
 

@@ -1,16 +1,17 @@
 """Groups on nodes: which stay inside, against a count rank by rank; and what is said where a busy axis leaves its node."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.errors import SpecError
 from longspan.topology import BUSIEST_FIRST, Nodes, Topology
 from longspan.topology.nodes import short_ranks
+from tests.examples import examples
 
 from .test_axes import ORDERS
 
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
+thorough = examples(200)
 
 
 def test_the_16_rank_example_on_two_nodes():

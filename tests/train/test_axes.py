@@ -2,7 +2,9 @@
 
 import functools
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -17,14 +19,14 @@ from longspan.train.parallel import gather_whole
 from longspan.train.step import check_plan
 from longspan.train.train_config import TrainConfig, model_config
 from tests.oracle import raised
-from tests.ranks import run_ranks
-from tests.train import reference
+from tests.ranks import COLD_COMPILE, TIMEOUT, run_ranks
+from tests.train import reference, tiny
 from tests.train.tiny import Document, make_batch, make_config, make_step, numbered_batch, random_row
 
-STEPS = 3
+STEPS = 2
 TOKENS = 48
 MODEL = {
-    "vocab_size": 64, "hidden_size": 16, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24,
+    "vocab_size": 64, "hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 24,
     "init_std": 0.3,
 }  # fmt: skip
 
@@ -76,17 +78,23 @@ def train_on_ranks(group: Any, rank: int, config: TrainConfig, steps: list[list[
     }
 
 
+def train_through_inductor(group: Any, rank: int, *arguments: Any) -> dict[str, Any]:
+    with patch.object(tiny, "BACKEND", "inductor"):
+        return train_on_ranks(group, rank, *arguments)
+
+
 @functools.cache
 def right(num_rows: int, changes: str) -> reference.History:
     return reference.train(axes_config(**json.loads(changes)), rows_of(num_rows), dropout=True)
 
 
-def check(**changes: Any) -> None:
+def check(train: Callable[..., dict[str, Any]] = train_on_ranks, **changes: Any) -> None:
     """A run with these changes on as many ranks as it asks for, against plain torch."""
     config = axes_config(**changes)
     topology = topology_of(config)
     num_rows = config.gradient_accumulation_steps * topology.dp
-    first, *others = run_ranks(topology.world, train_on_ranks, config, rows_of(num_rows))
+    timeout = COLD_COMPILE if config.compile else TIMEOUT
+    first, *others = run_ranks(topology.world, train, config, rows_of(num_rows), timeout=timeout)
     assert first["timeouts"] == {60.0}, "the world's, of whatever group FSDP2, DTensor and pipelining use"
     assert first["gathered by"] <= {"all-gather", "broadcast"}, "no messages, which NCCL wants in batches"
     of_model = {key: value for key, value in changes.items() if key.startswith(("model", "dropout"))}
@@ -120,7 +128,7 @@ def experts(**changes: Any) -> dict[str, Any]:
     return {"model__intermediate_size": None, "model__experts": usual | changes}
 
 
-TIED, EXPERTS = {"model__tie_embeddings": True}, experts()
+TIED, DEEP, EXPERTS = {"model__tie_embeddings": True}, {"model__num_layers": 4}, experts()
 BY_DOCUMENT = experts(balance_over="document", shared_intermediate_size=0, normalise=False)
 
 RUNS: dict[str, dict[str, Any]] = {
@@ -130,7 +138,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "pp2": on(pp=2),
     "tp2cp2": on(tp=2, cp=2),
     "cp2pp2, 1f1b": on(cp=2, pp=2),
-    "cp2pp2, interleaved": on(cp=2, pp=2, schedule="interleaved"),
+    "cp2pp2, interleaved": {**on(cp=2, pp=2, schedule="interleaved"), **DEEP},
     "cp2dp2, fsdp": on(cp=2, dp=2),
     "cp2dp2, hsdp": on(cp=2, dp=2, dp_replicate=2),
     "ep2": {**on(dp=2, ep=2), **EXPERTS},
@@ -146,12 +154,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "cp4": on(cp=4),
     "tp2, no sp": on(tp=2, sp=False),
     "tp2cp2, no sp": on(tp=2, cp=2, sp=False),
-    "tp2, tied": {**on(tp=2), **TIED},
-    "tp2, qk_norm": {**on(tp=2), "model__qk_norm": True},
+    "tp2, tied, recompute full": {**on(tp=2), **TIED, "recompute": "full"},
+    "tp2, qk_norm, recompute block": {**on(tp=2), "model__qk_norm": True, "recompute": "block"},
     "tp2, no sp, qk_norm": {**on(tp=2, sp=False), "model__qk_norm": True},
-    "tp2, recompute block": {**on(tp=2), "recompute": "block"},
     "tp2cp2, recompute full": {**on(tp=2, cp=2), "recompute": "full"},
-    "tp2cp2, ulysses": on(tp=2, cp=2, route="ulysses"),
+    "tp2cp2, ulysses, slots": on(tp=2, cp=2, route="ulysses", pad_to_multiple_of=3),
     "tp2cp2, slots": on(tp=2, cp=2, pad_to_multiple_of=3),
     "tp2dp2, hsdp": on(tp=2, dp=2, dp_replicate=2),
     "tp2cp2, order": on(tp=2, cp=2, order="cp-tp-ep-dp-pp"),
@@ -161,14 +168,14 @@ OTHERS: dict[str, dict[str, Any]] = {
     "tp2cp2dp2, dp before cp": on(tp=2, cp=2, dp=2, order="dp-tp-cp-ep-pp"),
     "pp2, tied": {**on(pp=2), **TIED},
     "tp2pp2, tied": {**on(tp=2, pp=2), **TIED},
-    "cp2pp2, tied, interleaved": {**on(cp=2, pp=2, schedule="interleaved"), **TIED},
-    "pp4": {**on(pp=4), "gradient_accumulation_steps": 4},
+    "cp2pp2, tied, interleaved": {**on(cp=2, pp=2, schedule="interleaved"), **TIED, **DEEP},
+    "pp4": {**on(pp=4), **DEEP, "gradient_accumulation_steps": 4},
     "pp2, recompute block": {**on(pp=2), "recompute": "block"},
     "pp2, uneven stages": {**on(pp=2), "model__num_layers": 3},
-    "cp2pp2, balanced, windows": {**on(cp=2, pp=2, layout="balanced"), "model__windows": [5, None, 5, None]},
+    "cp2pp2, balanced, windows": {**on(cp=2, pp=2, layout="balanced"), "model__windows": [5, None]},
     "cp2pp2, zero-bubble": on(cp=2, pp=2, schedule="zero-bubble"),
     "tp2pp2, zero-bubble": on(tp=2, pp=2, schedule="zero-bubble"),
-    "pp2, zero-bubble of 4 stages": on(pp=2, schedule="zero-bubble", stages_per_rank=2),
+    "pp2, zero-bubble of 4 stages": {**on(pp=2, schedule="zero-bubble", stages_per_rank=2), **DEEP},
     "tp2, experts": {**on(tp=2), **EXPERTS},
     "tp2ep2": {**on(tp=2, ep=2), **EXPERTS},
     "cp2dp2ep4": {**on(cp=2, dp=2, ep=4), **EXPERTS},
@@ -184,14 +191,33 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+WIDEST = {
+    "tp2cp2dp2pp2", "tp2cp2, order", "tp4", "cp4", "tp2, no sp", "tp2cp2, no sp", "tp2cp2, recompute full", "tp2cp2, slots",
+    "tp2dp2, hsdp", "cp2dp4, dp before cp, hsdp", "tp2cp2dp2, dp before cp", "tp2pp2, tied", "tp2pp2, zero-bubble",
+    "cp2dp2ep4", "cp2dp2ep2, hsdp", "cp2dp2, each reduced", "cp2, compiled",
+}  # fmt: skip
+"""Products of what other runs have apart: nightly."""
+
+
+def widest_nightly(runs: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "run", [pytest.param(run, marks=pytest.mark.nightly if run in WIDEST else ()) for run in runs]
+    )
+
+
+@widest_nightly(RUNS)
 def test_equals_one_rank(run: str) -> None:
     check(**RUNS[run])
 
 
-@pytest.mark.parametrize("run", OTHERS)
+@widest_nightly(OTHERS)
 def test_others_equal_one_rank(run: str) -> None:
     check(**OTHERS[run])
+
+
+@pytest.mark.nightly
+def test_compiled_by_inductor() -> None:
+    check(train_through_inductor, **OTHERS["cp2, compiled"])
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -210,19 +236,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"degree 4 does not divide 2 query heads.*\s+hint: set inner=",
     ),
     "stages and layers": (
-        {**on(pp=8), "gradient_accumulation_steps": 8},
+        {**on(pp=8), **DEEP, "gradient_accumulation_steps": 8},
         r"8 stages, and the model has 4 layers\s+hint: .* at most 4",
     ),
     "virtual stages and layers": (
-        {**on(pp=4, schedule="interleaved"), "gradient_accumulation_steps": 4},
+        {**on(pp=4, schedule="interleaved"), **DEEP, "gradient_accumulation_steps": 4},
         r"pp=4 x stages_per_rank=2 makes 8 stages, .*\s+hint: .*or lower stages_per_rank",
     ),
     "few micro-batches": (
-        {**on(pp=4), "gradient_accumulation_steps": 2},
+        {**on(pp=4), **DEEP, "gradient_accumulation_steps": 2},
         r"gradient_accumulation_steps=2 is less than pp=4.*\s+hint: set gradient_accumulation_steps to 4",
     ),
     "odd micro-batches": (
-        {**on(pp=2, schedule="interleaved"), "gradient_accumulation_steps": 3},
+        {**on(pp=2, schedule="interleaved"), **DEEP, "gradient_accumulation_steps": 3},
         r"gradient_accumulation_steps=3 is not a multiple of pp=2.*\s+hint: .*2 or 4",
     ),
     "stages of 1f1b": (on(pp=2, stages_per_rank=2), r"stages_per_rank=2 does not apply to schedule '1f1b'"),

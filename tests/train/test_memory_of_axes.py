@@ -107,7 +107,9 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=pytest.mark.nightly if run == "tp2cp2" else ()) for run in RUNS]
+)
 def test_no_rank_makes_or_steps_a_whole_model(run: str) -> None:
     """While the model is made a rank holds its own weights and one more of them, drawn but not yet copied: never as much as
     the whole. Moments are exactly those of its weights."""

@@ -23,6 +23,7 @@ from longspan.train.axes import topology_of
 from longspan.train.pack_run import pack_run
 from longspan.train.step import check_plan, make_context
 from longspan.train.train_config import PackConfig, TrainConfig
+from tests.examples import examples
 from tests.train.tiny import make_config, to_toml
 
 SEQ_LEN = 96
@@ -79,7 +80,7 @@ def output(command: Any, *words: str) -> Any:
     return json.loads(done.stdout)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(changes())
 def test_every_command_plans_as_the_run_does(folder: Path, changes: dict[str, Any]) -> None:
     given = {name: value for name, value in changes.items() if value != ""}

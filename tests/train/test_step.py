@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
@@ -18,12 +18,13 @@ from longspan.data import Batch
 from longspan.train.model import make_model
 from longspan.train.parallel import decoder_of
 from longspan.train.train_config import TrainConfig
+from tests.examples import examples
 from tests.ranks import run_ranks
 from tests.train import reference
 from tests.train.tiny import MODEL, Document, make_batch, make_config, make_step, random_row
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
-STEPS = 3
+STEPS = 2
 
 
 def rows_of(num: int, tokens: int = 45) -> list[list[list[Document]]]:
@@ -77,13 +78,11 @@ EVERY = [
     for cp in (1, 2, 4)
     for layout in (LAYOUTS if cp > 1 else LAYOUTS[:1])
     for wrapper in ("fsdp", "ddp")
+    if cp < 4 or wrapper == "fsdp" or layout == "zigzag"
 ]
 OTHERS = [
-    (2, 1, 1, {}),
     (2, 1, 1, {"parallel__wrapper": "ddp"}),
-    (2, 2, 1, {}),
     (2, 2, 1, {"parallel__wrapper": "ddp"}),
-    (1, 2, 2, {}),
     (1, 2, 2, {"parallel__wrapper": "ddp"}),
     (2, 2, 2, {"parallel__layout": "striped"}),
     (1, 2, 1, {"model__windows": [7, None]}),
@@ -155,7 +154,7 @@ def test_recomputing_repeats_no_attention_call(recompute: str, wrapper: str) -> 
     for got in run_ranks(2, train_on_ranks, config, rows_of(2)):
         assert (
             got["calls"]
-            == [["forward"] * layers + ["backward"] * layers + ["forward"] * layers + ["backward"] * layers] * 3
+            == [["forward"] * layers + ["backward"] * layers + ["forward"] * layers + ["backward"] * layers] * STEPS
         )
 
 
@@ -200,7 +199,7 @@ def test_half_precision_is_as_near_to_exact_as_on_one_rank(dtype: str, half_spac
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize(("dp", "cp"), [(1, 2), (2, 2)])
+@pytest.mark.parametrize(("dp", "cp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.nightly)])
 def test_loss_falls_on_rows_that_come_again(dtype: str, dp: int, cp: int) -> None:
     rows = [[random_row(7), random_row(8)]] * 6
     config = make_config(
@@ -377,7 +376,7 @@ PROMPTS: list[Prompt] = [
 ]
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100)
 @given(
     st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(0, 4), max_size=3)), min_size=1, max_size=3),
     st.none() | st.integers(1, 8),

@@ -118,7 +118,9 @@ def expected(config: TrainConfig, rank: int, found: list[dict[str, Any]]) -> dic
     return volumes
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=pytest.mark.nightly if run in ("tp2, no sp", "tp2cp2") else ()) for run in RUNS]
+)
 def test_elements_per_axis_are_those_of_the_formulas(run: str) -> None:
     config = run_config(**RUNS[run])
     topology = topology_of(config)

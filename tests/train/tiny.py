@@ -2,10 +2,13 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
+import torch
 
 from longspan.comm.meshes import Meshes
 from longspan.data import Batch
@@ -83,10 +86,15 @@ def make_meshes(config: TrainConfig) -> Meshes:
     return Meshes.of(topology_of(config), "cpu")
 
 
+BACKEND = "aot_eager"
+"""What compiles the blocks of a step: not inductor, which runs the C++ compiler for minutes."""
+
+
 def make_step(config: TrainConfig) -> TrainStep:
     """A step over the ranks of a test."""
     meshes = make_meshes(config)
-    return TrainStep(make_stages(config, meshes), meshes, config)
+    with patch.object(torch, "compile", partial(torch.compile, backend=BACKEND)):
+        return TrainStep(make_stages(config, meshes), meshes, config)
 
 
 def random_row(seed: int, tokens: int = 45, vocab_size: int = 256) -> list[Document]:

@@ -6,7 +6,7 @@ All tensors of a micro-batch share one layout. Each mask has a plan of its own o
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 from weakref import WeakSet
 
 import torch
@@ -99,7 +99,7 @@ class ContextParallel:
         self.agreed: set[str] = set()
         """Kinds of attention call that the ranks have compared already."""
         self._planned: dict[tuple[tuple[str, Mask], ...], tuple[Layout, dict[str, Plan]]] = {}
-        self._of_models: dict[object, ContextParallel] = {}
+        self._others: dict[str, ContextParallel] = {}
         planner.check()
         if self.size > 1:
             _sharded.add(self)
@@ -133,16 +133,12 @@ class ContextParallel:
     def _agree(self, plans: bytes, ids: bytes, problem: Exception | None = None) -> None:
         check_agreement(self.group, {"layouts, masks or routes": plans, "token ids": ids}, problem)
 
-    def for_model(self, heads: tuple[int, int] | None, layers: Mapping[str, int]) -> "ContextParallel":
-        """Return this object with the numbers of heads and, for "balanced", of layers by mask of one model. Cached."""
-        balanced = self.planner.layout == BALANCED
-        key = heads, tuple(layers.items()) if balanced else ()
-        if key not in self._of_models:
-            planner = replace(
-                self.planner, heads=heads or self.planner.heads, layers=layers if balanced else self.planner.layers
-            )
-            self._of_models[key] = ContextParallel.by(self.group, planner, self.kernel)
-        return self._of_models[key]
+    def with_options(self, **options: Any) -> "ContextParallel":
+        """Return a `ContextParallel` of the same group and kernel, whose `Planner` has other `options`. Cached."""
+        key = repr(sorted(options.items()))
+        if key not in self._others:
+            self._others[key] = ContextParallel.by(self.group, replace(self.planner, **options), self.kernel)
+        return self._others[key]
 
     def plans(self, masks: Mapping[str, Mask]) -> tuple[Layout, dict[str, Plan]]:
         """Return the layout and the plan of each mask. Caches the latest 16 results."""

@@ -93,8 +93,6 @@ def attention_function(
                 f"{type(module).__name__} passed {name}= to its attention, which may select keys or change scores",
                 hint="this model cannot be run under context parallelism; hf.check(model, seq_len=...) says so before a run",
             )
-    if others.get("output_attentions"):
-        raise SpecError("output_attentions=True: attention weights are never computed", hint="leave it out")
     sink = s_aux if sinks is None else sinks
     ref = attention_mask.share(query.shape[1], key.shape[1])
     out = attend(query, key, value, ref, scaling, None if sink is None else sink.to(query.dtype), softcap)

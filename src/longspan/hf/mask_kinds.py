@@ -9,12 +9,19 @@ any of these with an overlay of its own   overlay             unknown
 """
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from longspan.names import mask_name
+from longspan.errors import SpecError
+from longspan.names import mask_name, window_of
 from longspan.plan import Mask
+from longspan.plan.mask import Band
+
+Flags = npt.NDArray[np.bool_]
 
 FULL, BIDIRECTIONAL, OVERLAY = "full", "bidirectional", "overlay"
 _CHUNK, _BOTH_SIDES = "chunk-", "both-sides-"
@@ -46,15 +53,34 @@ def kind_of(
     return f"{_CHUNK}{local_size}" if chunked else mask_name(local_size)
 
 
-def mask_of(kind: str, lengths: Sequence[int]) -> Mask:
-    """Make the mask of a kind over documents of these lengths."""
+def mask_of(kind: str, lengths: Sequence[int], image: Flags | None = None) -> Mask:
+    """Make the mask of a kind over documents of these lengths.
+
+    `image` (S,): in "full" and "window", a token of a run of image tokens also sees the later tokens of its run (Gemma 3).
+    """
+    if image is not None and image.any():
+        return _with_blocks(kind, lengths, image)
     if kind.startswith(_CHUNK):
         return Mask.chunked(lengths, int(kind.removeprefix(_CHUNK)))
     if kind.startswith(_BOTH_SIDES):
         return Mask.documents(lengths, causal=False, window=int(kind.removeprefix(_BOTH_SIDES)) + 1)
     if kind == BIDIRECTIONAL:
         return Mask.documents(lengths, causal=False)
-    return Mask.documents(lengths, window=None if kind == FULL else int(kind.rpartition("-")[2]))
+    return Mask.documents(lengths, window=window_of(kind))
+
+
+def _with_blocks(kind: str, lengths: Sequence[int], image: Flags) -> Mask:
+    if kind.startswith((_CHUNK, _BOTH_SIDES, BIDIRECTIONAL)):
+        raise SpecError(f"token_type_ids mark image tokens, which a {kind!r} mask does not have", hint="leave them out")
+    hi = None if (window := window_of(kind)) is None else window - 1
+    bands: list[Band] = []
+    stop = 0
+    for length in lengths:
+        start, stop = stop, stop + length
+        turns = np.flatnonzero(np.diff(image[start:stop])) + 1 + start
+        for first, last in pairwise([start, *turns.tolist(), stop]):
+            bands.append((first, last, start, last, None if image[first:last].any() else 0, hi))
+    return Mask.bands(stop, bands)
 
 
 def kinds_of_layers(config: Any) -> dict[str, int]:

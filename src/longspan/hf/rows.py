@@ -13,7 +13,7 @@ from longspan.errors import SpecError
 
 _REDUNDANT = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 """Keys of collators that repeat what `position_ids` say."""
-_KEYS = {"input_ids", "labels", "attention_mask", "position_ids"}
+_KEYS = {"input_ids", "labels", "attention_mask", "position_ids", "token_type_ids"}
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,20 @@ class Rows:
     batch: Batch
     real: npt.NDArray[np.bool_]
     """(B, S), True at a token of the batch, False at padding."""
-    labelled: bool
+    labelled: bool = True
+    image: npt.NDArray[np.bool_] | None = None
+    """(S,), True at an image token, which sees the whole run of image tokens that it is in."""
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of all contents, the same on every rank that read the same rows."""
+        return self.batch.digest() + (b"" if self.image is None else np.packbits(self.image).tobytes())
 
 
 def rows_of(given: Batch | Mapping[str, Any]) -> Rows:
     """Flatten rows to documents. Raises `SpecError` for a key or shape that has no meaning on a sharded sequence."""
     if isinstance(given, Batch):
-        return Rows(given, np.ones((1, given.seq_len), np.bool_), True)
+        return Rows(given, np.ones((1, given.seq_len), np.bool_))
     held = {name: _array(value) for name, value in given.items() if value is not None}
     unknown = sorted(held.keys() - _KEYS - (_REDUNDANT if "position_ids" in held else set()))
     if unknown or "input_ids" not in held:
@@ -57,7 +64,8 @@ def rows_of(given: Batch | Mapping[str, Any]) -> Rows:
             )
     else:
         real, batch = np.ones(ids.shape, np.bool_), Batch.from_positions(ids, positions, labels=labels)
-    return Rows(batch, real, labels is not None)
+    types = held.get("token_type_ids")
+    return Rows(batch, real, labels is not None, None if types is None else types[real] == 1)
 
 
 _WAYS_OUT = {

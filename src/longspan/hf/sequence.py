@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -22,17 +23,24 @@ from longspan.cp.context import ContextParallel
 from longspan.cp.context import Sequence as Shards
 from longspan.cp.engine.operators import ShareRef
 from longspan.data import Batch, to_padded
+from longspan.data.arrays import IntArray
 from longspan.errors import SpecError
 from longspan.hf import interface
+from longspan.hf.check import ensure_checked
 from longspan.hf.mask_kinds import OVERLAY, kinds_of_layers, mask_of
 from longspan.hf.router_loss import share_router_losses
 from longspan.hf.rows import Rows, rows_of
-from longspan.hf.wrappers import averaging_ranks
+from longspan.hf.wrappers import averaging_ranks, unwrapped
+from longspan.names import BALANCED, IGNORED
 
 Tensor = torch.Tensor
 
-_used: WeakKeyDictionary[nn.Module, dict[tuple[str, int, int], None]] = WeakKeyDictionary()
-"""Model -> the kinds of mask and numbers of heads of its attention calls, which later sequences plan at their start."""
+_Call = tuple[str, int, int]
+"""(kind of mask, query heads, KV heads) of an attention call."""
+_unstated: WeakKeyDictionary[nn.Module, dict[_Call, None]] = WeakKeyDictionary()
+"""Model -> the calls that its configuration does not state. Planned when they occur, and at the start of later sequences."""
+
+_watched: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
@@ -46,15 +54,16 @@ def sequence(
 
     - `batch`: a `Batch`, or global `input_ids` (B, S) with optional `labels` (B, S, not shifted; -100 ignored) and either
       `attention_mask` (B, S, padding on the left or right) or `position_ids` (B, S, restarting at 0 in every document).
-      The same on every rank of the CP group. Other keys are refused.
+      `token_type_ids` (B, S): 1 at image tokens, which also see the rest of their image. The same on every rank of the CP
+      group. Other keys are refused.
     - `num_targets`: targets of the whole global batch: all data-parallel ranks, and all micro-batches until the optimizer
       step (see `count_targets`). Default: those of this batch alone.
 
     Within the block, `model(**seq.inputs)` computes this rank's tokens. `loss` is this rank's share: the shares of all ranks
     sum to the mean over `num_targets`. Backward, also with recomputation, may run after the block.
 
-    Raises `SpecError` before any exchange for a model or batch that cannot be run exactly, `DisagreementError` on all ranks
-    if they were given different batches.
+    The first sequence of a model, and the first of longer documents, runs `check`. Raises `SpecError` before any exchange
+    for a model or batch that cannot be run exactly, `DisagreementError` on all ranks if they were given different batches.
     """
     if interface.open_sequence() is not None:
         raise SpecError(
@@ -65,13 +74,18 @@ def sequence(
         base = unwrapped(model)
         _check_model(base)
         rows = rows_of(batch)
-        kinds = _kinds_to_plan(base)
-        planned = cp.for_model(_heads_of(base), kinds)
-        masks = {kind: mask_of(kind, rows.batch.lengths) for kind in kinds}
+        ensure_checked(model, max(rows.batch.lengths))
+        kinds = kinds_of_layers(base.config.get_text_config())
+        masks = {kind: mask_of(kind, rows.batch.lengths, rows.image) for kind in kinds}
+        planned = cp.with_options(**_options(cp, base, kinds, rows))
     except Exception as error:
         cp.refuse(error)
-    share_router_losses(base)
-    with planned.sequence(masks, ids=rows.batch.digest()) as shards:
+    if base not in _watched:
+        share_router_losses(base)
+        base.register_forward_pre_hook(_check_keywords, with_kwargs=True)
+        _watched.add(base)
+    counted = "" if isinstance(num_targets, Tensor) else f"{num_targets}"
+    with planned.sequence(masks, ids=rows.digest + counted.encode()) as shards:
         opened = Sequence(shards, model, rows, num_targets)
     interface.enter(opened)
     try:
@@ -98,7 +112,8 @@ class Sequence:
     """One batch of a model under context parallelism.
 
     `inputs`: keyword arguments of the model, this rank's tokens (1, T): `input_ids`, `position_ids`, `attention_mask` (1: a
-    token, 0: a padding slot), `labels` and `shift_labels` (shifted on the global row), `num_items_in_batch`, `use_cache`.
+    token, 0: a padding slot), `use_cache`, and if the batch has labels, `labels` and `shift_labels` (shifted on the global
+    row) and `num_items_in_batch`.
     """
 
     def __init__(self, shards: Shards, model: nn.Module, rows: Rows, num_targets: int | Tensor | None) -> None:
@@ -106,24 +121,29 @@ class Sequence:
         self._rows, self._model = rows, model
         self._masks: dict[str, SequenceMask] = {}
         # Planned before the forward, so that compiled code need not.
-        for kind, *heads in tuple(_used.get(unwrapped(model), ())) or _stated_calls(shards):
+        for kind, *heads in [*_stated(shards), *_unstated.get(unwrapped(model), ())]:
             self.mask(kind).share(*heads)
         self.inputs = self._inputs(_device_of(model), rows.batch.num_targets if num_targets is None else num_targets)
 
     def _inputs(self, device: torch.device, num_targets: int | Tensor) -> dict[str, Any]:
-        whole = {name: x.to(device) for name, x in self.batch.tensors().items()}
-        local = self.shards.shard(whole, dim=1)
-        positions = local["position_ids"]
-        count = torch.as_tensor(num_targets, device=device).clamp(min=1)
-        return {
-            "input_ids": local["input_ids"],
-            "position_ids": positions.clamp(min=0),
-            "attention_mask": (positions >= 0).long(),
-            "labels": local["labels"],
-            "shift_labels": local["labels"],
-            "num_items_in_batch": count,
-            "use_cache": False,
+        ids, labels = self._local(self.batch.input_ids, 0, device), self._local(self.batch.labels, IGNORED, device)
+        targets = {
+            "labels": labels,
+            "shift_labels": labels,
+            "num_items_in_batch": torch.as_tensor(num_targets, device=device).clamp(min=1),
         }
+        return {
+            "input_ids": ids,
+            "position_ids": self._local(self.batch.position_ids, 0, device),
+            "attention_mask": self._local(np.ones_like(self.batch.input_ids), 0, device),
+            "use_cache": False,
+        } | (targets if self._rows.labelled else {})
+
+    def _local(self, values: IntArray, fill: int, device: torch.device) -> Tensor:
+        """Return this rank's slots (1, T) of a global row (S,). Nothing of the row's length reaches the device."""
+        positions = self.layout.positions(self.shards.cp.rank)
+        local = np.where(positions < 0, fill, values[positions.clip(min=0)])
+        return torch.from_numpy(local)[None].to(device)
 
     def mask(self, kind: str) -> SequenceMask:
         """Return the mask of a kind. Called by the model's forward, through the registered mask function."""
@@ -146,9 +166,11 @@ class Sequence:
         cp = self.shards.cp
         plan = self.shards.plans.get(mask.kind)
         if plan is None or plan.heads not in (None, heads):
-            plan = replace(cp.planner, heads=heads).plan(self.layout, mask_of(mask.kind, self.batch.lengths))
+            _unstated.setdefault(unwrapped(self._model), {})[mask.kind, *heads] = None
+            plan = replace(cp.planner, heads=heads).plan(
+                self.layout, mask_of(mask.kind, self.batch.lengths, self._rows.image)
+            )
         mask.shares[heads] = share_of(plan, cp.group, cp.kernel, mask.kind, cp.agreed)
-        _used.setdefault(unwrapped(self._model), {})[mask.kind, *heads] = None
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Run `loss.backward()`, scaled so that gradients come out as sums over ranks.
@@ -186,17 +208,8 @@ def count_targets(batches: Iterable[Batch | Mapping[str, Any]], group: Group = N
     return int(stack(count, as_group(group)).sum())
 
 
-def unwrapped(model: nn.Module) -> Any:
-    """Return the model of transformers within wrappers that hold it as `module`, such as DDP, or compiled."""
-    while True:
-        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
-        if not isinstance(inner, nn.Module) or hasattr(model, "config"):
-            return model
-        model = inner
-
-
-def _stated_calls(shards: Shards) -> list[tuple[str, int, int]]:
-    """Return (kind of mask, query heads, KV heads) of the attention calls that the model's configuration states."""
+def _stated(shards: Shards) -> list[_Call]:
+    """Return the calls that the model's configuration states."""
     heads = shards.cp.planner.heads
     return [(kind, *heads) for kind in shards.plans] if heads is not None else []
 
@@ -208,7 +221,10 @@ def _device_of(model: nn.Module) -> torch.device:
 def _check_model(model: Any) -> None:
     config = getattr(model, "config", None)
     if config is None:
-        raise SpecError(f"{type(model).__name__} is not a model of transformers: it has no config")
+        raise SpecError(
+            f"{type(model).__name__} is not a model of transformers: it has no config",
+            hint="for a model of your own, call seq.attention of ContextParallel.sequence in its layers",
+        )
     given = config.get_text_config()._attn_implementation
     if given != interface.NAME:
         raise SpecError(
@@ -217,16 +233,46 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _kinds_to_plan(model: Any) -> dict[str, int]:
-    """Return kind of mask -> layers: as used by the model so far, else as its configuration states."""
-    stated = kinds_of_layers(model.config.get_text_config())
-    used = {kind for kind, *_ in _used.get(model, ())}
-    return {kind: stated.get(kind, 1) for kind in sorted(used)} if used else stated
+def _check_keywords(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+    """Raise `SpecError` if a call within a sequence is given what would be counted on this rank's tokens alone."""
+    sequence = interface.open_sequence()
+    if sequence is None:
+        return
+    for name, hint in _LOCAL.items():
+        value = given.get(name)
+        if value is not None and (isinstance(value, Tensor) or value):
+            raise SpecError(f"{type(model).__name__} was given {name}= within hf.sequence", hint=hint)
+    if args or given.get("input_ids") is not sequence.inputs["input_ids"]:
+        raise SpecError(
+            f"{type(model).__name__} was given other tokens than those of hf.sequence",
+            hint="call model(**seq.inputs): this rank's tokens, with their positions and targets",
+        )
+    if given.get("labels") is not None and given.get("shift_labels") is not sequence.inputs.get("shift_labels"):
+        raise SpecError(
+            f"{type(model).__name__} was given labels, which it would shift within this rank's tokens",
+            hint="put labels in the batch that hf.sequence takes; they are shifted on the whole row",
+        )
 
 
-def _heads_of(model: Any) -> tuple[int, int] | None:
-    """Return (query heads, KV heads) as the configuration states them. Calls with other numbers get plans of their own."""
+_LOCAL = {
+    "logits_to_keep": "select logits of any tokens by seq.unshard(out.logits, positions=...)",
+    "use_cache": "leave it out: a cache serves generation, which runs outside hf.sequence",
+    "past_key_values": "leave it out: a cache serves generation, which runs outside hf.sequence",
+    "output_attentions": "leave it out: attention weights are never computed",
+}
+"""Keyword of a model -> the way out, for what has another meaning on a shard."""
+
+
+def _options(cp: ContextParallel, model: Any, kinds: dict[str, int], rows: Rows) -> dict[str, Any]:
+    """Return the options of a `Planner` that depend on the model: heads, weights of masks, and at least one slot a rank."""
+    options: dict[str, Any] = {}
     config = model.config.get_text_config()
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return (heads, kv_heads) if isinstance(heads, int) and isinstance(kv_heads, int) else None
+    if isinstance(heads, int) and isinstance(kv_heads, int):
+        options["heads"] = (heads, kv_heads)  # as stated: calls with other numbers get plans of their own
+    if cp.planner.layout == BALANCED:
+        options["layers"] = kinds
+    if rows.batch.seq_len < cp.size and cp.planner.pad_to_multiple_of is None:
+        options["pad_to_multiple_of"] = 1  # models reshape by -1, which no tokens leave open
+    return options

@@ -1,4 +1,6 @@
-"""Over how many ranks a model's wrapper averages gradients."""
+"""The model within its wrappers, and over how many ranks a wrapper averages gradients."""
+
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 from longspan.comm.groups import RankGroup
 from longspan.cp.context import ContextParallel
 from longspan.errors import SpecError
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Return the model of transformers within wrappers that hold it as `module`, such as DDP, or compiled."""
+    while True:
+        inner = getattr(model, "_orig_mod", None) or getattr(model, "module", None)
+        if not isinstance(inner, nn.Module) or hasattr(model, "config"):
+            return model
+        model = inner
 
 
 def averaging_ranks(model: nn.Module, cp: ContextParallel) -> float:

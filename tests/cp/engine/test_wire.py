@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from longspan.comm.hops import Hop
@@ -14,6 +14,7 @@ from longspan.cp.attention import attention
 from longspan.cp.engine.wire import WIRES
 from longspan.plan import Layout, Mask, plan_attention
 from longspan.plan.comm_dtype import row_bytes
+from tests.examples import examples
 from tests.oracle import Inputs, dense_attention, make_inputs, relative_error
 from tests.plan.strategies import inners_of
 from tests.ranks import run_ranks
@@ -29,7 +30,7 @@ def greatest_of_block(x):
     return torch.cat([part.abs().amax(-1, keepdim=True).expand_as(part) for part in x.split(32, dim=-1)], dim=-1)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200)
 @given(
     st.integers(1, 100), st.integers(-110, 110), st.integers(0, 2**30), st.sampled_from([torch.float32, torch.float64])
 )

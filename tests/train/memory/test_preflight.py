@@ -232,6 +232,7 @@ def run_without_memory(config: TrainConfig) -> None:
     run_and_leave(config, True)
 
 
+@pytest.mark.usefixtures("warm")
 def test_a_rank_that_fails_takes_the_run_down(folder: Path) -> None:
     config = make_config(folder, run_dir=str(folder / "down"), preflight=True, parallel__cp=2, parallel__threads=1)
     with pytest.raises(
