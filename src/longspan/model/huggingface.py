@@ -276,6 +276,9 @@ def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
                     unexpected.append(key)
                 elif shape != wanted[name]:
                     misshapen.append(f"{key} has shape {shape}, not {wanted[name]}")
+    if config.tie_embeddings and "lm_head.weight" in unexpected:
+        _check_tied(path, found["lm_head.weight"], found["embed_tokens.weight"])
+        unexpected.remove("lm_head.weight")
     missing = [_theirs(name) for name in wanted if name not in found]
     for what, names in (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", misshapen)):
         if names:
@@ -284,6 +287,19 @@ def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
                 hint=f"{CONFIG} and the weights must belong to one model; tie_word_embeddings is {config.tie_embeddings}",
             )
     return found
+
+
+def _check_tied(path: Path, head: tuple[Path, str], embedding: tuple[Path, str]) -> None:
+    """Raise SpecError unless the two tensors are equal."""
+    tensors = []
+    for file, key in (head, embedding):
+        with safe_open(file, framework="pt") as opened:
+            tensors.append(opened.get_tensor(key))
+    if not torch.equal(*tensors):
+        raise SpecError(
+            f"{path}: tie_word_embeddings is true, but {head[1]} is not equal to {embedding[1]}",
+            hint=f"set tie_word_embeddings to false in {CONFIG}, or remove {head[1]} from the weights",
+        )
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -17,10 +17,9 @@ class LinearRopeScaling(BaseModel):
     kind: Literal["linear"]
     factor: float = Field(ge=1.0)
 
-    @property
-    def max_positions(self) -> int:
-        """Longest position that the scaling states: none."""
-        return 0
+    def max_positions(self, own: int) -> int:
+        """Return the number of positions that the scaling is made for. `own`: that of the model without it."""
+        return round(self.factor * own)
 
     def transformers_entries(self) -> dict[str, Any]:
         """Return the entries of `rope_parameters`, except `rope_theta`."""
@@ -44,9 +43,8 @@ class YarnRopeScaling(BaseModel):
     beta_slow: float = Field(default=1.0, gt=0.0)
     attention_factor: float | None = Field(default=None, gt=0.0)
 
-    @property
-    def max_positions(self) -> int:
-        """Longest position that the scaling is made for."""
+    def max_positions(self, own: int) -> int:
+        """Return the number of positions that the scaling is made for. `own`: that of the model without it, unused."""
         return round(self.factor * self.original_max_positions)
 
     def transformers_entries(self) -> dict[str, Any]:
@@ -83,9 +81,8 @@ class Llama3RopeScaling(BaseModel):
             )
         return self
 
-    @property
-    def max_positions(self) -> int:
-        """Longest position that the scaling is made for."""
+    def max_positions(self, own: int) -> int:
+        """Return the number of positions that the scaling is made for. `own`: that of the model without it, unused."""
         return round(self.factor * self.original_max_positions)
 
     def transformers_entries(self) -> dict[str, Any]:

@@ -99,6 +99,13 @@ class TransformersConfig(RopeChanges):
         on = getattr(self.text, "output_router_logits", False)
         return float(getattr(self.text, "router_aux_loss_coef", 0.0)) if on else 0.0
 
+    @cached_property
+    def multiplying_parameters(self) -> int:
+        """Number of parameters that multiply each token: see `longspan.model.transformers_model.multiplying_parameters`."""
+        from longspan.model.transformers_model import multiplying_parameters  # loads torch
+
+        return multiplying_parameters(self)
+
     def entries(self) -> dict[str, Any]:
         """Return the entries of the configuration that determine the model, as plain values."""
         given: dict[str, Any] = json.loads(self.resolved.to_json_string(use_diff=False))
@@ -120,6 +127,12 @@ def read_transformers_config(folder: Path, changes: RopeChanges) -> Transformers
         rope_scaling=changes.rope_scaling,
         max_position_embeddings=changes.max_position_embeddings,
     )
+
+
+def max_positions(own: int, changes: RopeChanges, longest: int) -> int:
+    """Return `max_position_embeddings` of an export: `own` is that of the model, `longest` the longest row of the run."""
+    stated = changes.rope_scaling.max_positions(own) if changes.rope_scaling else 0
+    return changes.max_position_embeddings or max(own, stated, longest)
 
 
 def read_entries(folder: Path) -> dict[str, Any]:

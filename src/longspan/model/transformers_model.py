@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from longspan.errors import SpecError
 from longspan.model.decoder import SAVED_OPS, Recompute, keep_saved_ops
-from longspan.model.transformers_config import TransformersConfig
+from longspan.model.transformers_config import TransformersConfig, max_positions
 from longspan.names import IGNORED
 
 BESIDE_WEIGHTS = (
@@ -27,6 +27,7 @@ BESIDE_WEIGHTS = (
     "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 """Files of a folder that describe its text, not its weights: tokenizer, chat template, defaults of generation."""
+CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def build(model: TransformersConfig, *, seed: int, dtype: torch.dtype) -> nn.Module:
@@ -81,35 +82,49 @@ def set_recompute(model: Any, recompute: Recompute) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
+def multiplying_parameters(model: TransformersConfig) -> int:
+    """Count the parameters that multiply each token: all matrices but embeddings, the output head, and the chosen experts.
+
+    Experts are found by the name `experts` of their module; a token multiplies `num_experts_per_tok` of them.
+    """
+    empty: Any = build_empty(model, dtype=torch.float32)
+    looked_up = {id(part.weight) for part in empty.modules() if isinstance(part, nn.Embedding)}
+    head = empty.get_output_embeddings()
+    chosen = getattr(model.text, "num_experts_per_tok", None)
+    of = getattr(model.text, "num_local_experts", None) or getattr(model.text, "num_experts", None)
+    total = 0
+    for name, parameter in empty.named_parameters():
+        if parameter.ndim < 2 or (id(parameter) in looked_up and (head is None or parameter is not head.weight)):
+            continue
+        routed = ".experts." in name and chosen and of
+        total += parameter.numel() * chosen // of if routed else parameter.numel()
+    return total
+
+
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of every parameter and buffer, tied ones once."""
     yield from model.named_parameters()
     yield from model.named_buffers()
 
 
-def save(
-    model: TransformersConfig, weights: Mapping[str, Tensor], path: Path, *, longest: int, beside: Path | None = None
-) -> None:
-    """Write a folder that transformers loads: configuration, weights, defaults of generation, and the files of `beside`.
+def save_transformers(model: TransformersConfig, weights: Mapping[str, Tensor], path: Path, *, longest: int) -> None:
+    """Write a folder that transformers loads: configuration, weights, and defaults of generation. Call on one rank.
 
-    `longest`: rows of the run, in tokens, a lower bound of `max_position_embeddings` (see `RopeChanges`). `beside`: a folder
-    with a tokenizer. Call on one rank.
+    `longest`: tokens of the longest row of the run, a lower bound of `max_position_embeddings` (see `RopeChanges`).
     """
     whole: Any = build_empty(model, dtype=next(iter(weights.values())).dtype)
     whole.load_state_dict(dict(weights), strict=False, assign=True)
     whole.tie_weights()
     text = whole.config.get_text_config()
     if (own := getattr(text, "max_position_embeddings", None)) is not None:
-        stated = model.rope_scaling.max_positions if model.rope_scaling else 0
-        text.max_position_embeddings = model.max_position_embeddings or max(own, stated, longest)
+        text.max_position_embeddings = max_positions(own, model, longest)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole.save_pretrained(path)
-    copy_beside(beside, path)
 
 
 def copy_beside(source: Path | None, path: Path) -> None:
-    """Copy tokenizer, chat template and defaults of generation from a folder, or a tokenizer.json alone, to another folder."""
+    """Copy tokenizer, chat templates and defaults of generation from a folder, or a tokenizer.json alone, to another folder."""
     if source is None:
         return
     if source.is_file():
@@ -118,6 +133,8 @@ def copy_beside(source: Path | None, path: Path) -> None:
     for name in BESIDE_WEIGHTS:
         if (source / name).is_file():
             shutil.copyfile(source / name, path / name)
+    if (source / CHAT_TEMPLATES).is_dir():
+        shutil.copytree(source / CHAT_TEMPLATES, path / CHAT_TEMPLATES)
 
 
 def _read(model: TransformersConfig) -> nn.Module:

@@ -29,7 +29,7 @@ def make_stages(config: TrainConfig, meshes: Meshes) -> list[nn.Module]:
     """Make this rank's wrapped stages with their initial weights: stages pp_rank, pp_rank + pp, ..."""
     shape = model_config(config)
     if isinstance(shape, TransformersConfig):
-        return [wrap(with_longspan(empty_transformers(config, shape)), meshes, config)]
+        return [wrap(with_longspan(empty_transformers(config, shape), config.data.seq_len), meshes, config)]
     layers = stages_of(config, shape)[meshes.data["pp"].get_local_rank() :: meshes.topology.pp]
     return [wrap(meta_model(config, part), meshes, config) for part in layers]
 

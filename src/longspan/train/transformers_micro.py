@@ -25,7 +25,7 @@ class Passed:
 
 
 def check_transformers(config: TrainConfig, model: TransformersConfig) -> None:
-    """Raise `SpecError` for settings that a run of a model of transformers does not have."""
+    """Raise `SpecError` for settings that a run of a model of transformers does not have, or a model: see `longspan.hf.check`."""
     parallel = config.parallel
     degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "ep")}
     if above := {name: size for name, size in degrees.items() if size > 1}:
@@ -46,10 +46,11 @@ def check_transformers(config: TrainConfig, model: TransformersConfig) -> None:
         )
 
 
-def with_longspan(model: Any) -> nn.Module:
-    """Set longspan's attention in a model of transformers, and return the model."""
+def with_longspan(model: Any, seq_len: int) -> nn.Module:
+    """Set longspan's attention in a model of transformers, and return the model. Raises `SpecError`: see `longspan.hf.check`."""
     from longspan import hf  # loads transformers, which a decoder of longspan does not need
 
+    hf.check(model, seq_len)
     model.set_attn_implementation(hf.NAME)
     return model  # type: ignore[no-any-return]
 
