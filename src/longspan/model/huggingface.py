@@ -145,7 +145,9 @@ def read_config(path: str | Path, changes: RopeChanges | None = None) -> ModelCo
     for key, allowed in _ONLY.items():
         if key in entries and entries[key] not in allowed:
             raise UnservedError(f"{file}: {key}={entries[key]!r} is not supported", hint=f"only {allowed[0]!r} is")
-    given = _DEFAULTS | {"num_key_value_heads": entries.get("num_attention_heads")} | _without_none(entries)
+    given: dict[str, Any] = (
+        _DEFAULTS | {"num_key_value_heads": entries.get("num_attention_heads")} | _without_none(entries)
+    )
     fields = {ours: given[theirs] for ours, theirs in _FIELDS.items() if theirs in given}
     try:
         return ModelConfig(**fields, **_changed(_rope_fields(file, entries), changes))
@@ -178,7 +180,7 @@ def _changed(fields: dict[str, Any], changes: RopeChanges | None) -> dict[str, A
             f"rope_scaling {scaling.kind!r} is not supported by longspan's decoder",
             hint='use kind "llama3", or model.implementation="transformers"',
         )
-    given = {"rope_theta": changes.rope_theta, "rope_scaling": scaling}
+    given: dict[str, Any] = {"rope_theta": changes.rope_theta, "rope_scaling": scaling}
     return fields | {key: value for key, value in given.items() if value is not None}
 
 

@@ -35,12 +35,10 @@ def build(model: TransformersConfig, *, seed: int, dtype: torch.dtype) -> nn.Mod
 
     Raises `SpecError` if tensors of the folder are missing, unexpected or of another shape.
     """
-    from transformers import AutoModelForCausalLM
-
     if model.folder is None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            built = AutoModelForCausalLM.from_config(copy.deepcopy(model.resolved), dtype=torch.float32)
+            built = _auto().from_config(copy.deepcopy(model.resolved), dtype=torch.float32)
     else:
         built = _read(model)
     return _prepared(built.train(), dtype)
@@ -48,10 +46,8 @@ def build(model: TransformersConfig, *, seed: int, dtype: torch.dtype) -> nn.Mod
 
 def build_empty(model: TransformersConfig, *, dtype: torch.dtype) -> nn.Module:
     """Build the model on the meta device."""
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(copy.deepcopy(model.resolved), dtype=torch.float32)
+        built = _auto().from_config(copy.deepcopy(model.resolved), dtype=torch.float32)
     return _prepared(built.train(), dtype)
 
 
@@ -137,10 +133,14 @@ def copy_beside(source: Path | None, path: Path) -> None:
         shutil.copytree(source / CHAT_TEMPLATES, path / CHAT_TEMPLATES)
 
 
-def _read(model: TransformersConfig) -> nn.Module:
-    from transformers import AutoModelForCausalLM
+def _auto() -> Any:
+    from transformers import AutoModelForCausalLM  # slow to import
 
-    built, found = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM
+
+
+def _read(model: TransformersConfig) -> Any:
+    built, found = _auto().from_pretrained(
         model.folder,
         config=copy.deepcopy(model.resolved),
         dtype=torch.float32,
@@ -159,7 +159,7 @@ def _read(model: TransformersConfig) -> nn.Module:
             f"{model.folder}: config.json ties {', '.join(extra)} to another tensor, but the two differ in the weights",
             hint="set tie_word_embeddings to false in config.json, or remove the tensor from the weights",
         )
-    return built  # type: ignore[no-any-return]
+    return built
 
 
 def _prepared(model: Any, dtype: torch.dtype) -> nn.Module:

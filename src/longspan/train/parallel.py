@@ -41,13 +41,13 @@ def wrap(model: nn.Module, meshes: Meshes, config: TrainConfig) -> nn.Module:
     Collective over the world.
     """
     device = torch.device(meshes.weights.device_type)
-    blocks = model.blocks if isinstance(model, Decoder) else blocks_of(model)
-    if meshes.topology.tp > 1:
+    blocks: Sequence[nn.Module] = model.blocks if isinstance(model, Decoder) else blocks_of(model)
+    if isinstance(model, Decoder) and meshes.topology.tp > 1:
         apply_tensor_parallel(model, meshes.weights["tp"], sequence=config.parallel.sp)
-    if meshes.topology.ep > 1:
+    if isinstance(model, Decoder) and meshes.topology.ep > 1:
         apply_expert_parallel(model, meshes.experts["ep"])
     for block in blocks if config.compile else ():
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     if config.parallel.wrapper == "fsdp":
         shard_weights(model, blocks, meshes, config)
     model.to_empty(device=device)

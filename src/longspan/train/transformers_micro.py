@@ -46,13 +46,13 @@ def check_transformers(config: TrainConfig, model: TransformersConfig) -> None:
         )
 
 
-def with_longspan(model: Any, seq_len: int) -> nn.Module:
+def with_longspan(model: Any, seq_len: int) -> Any:
     """Set longspan's attention in a model of transformers, and return the model. Raises `SpecError`: see `longspan.hf.check`."""
     from longspan import hf  # loads transformers, which a decoder of longspan does not need
 
     hf.check(model, seq_len)
     model.set_attn_implementation(hf.NAME)
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def run_transformers(cp: ContextParallel, stage: nn.Module, batch: Batch) -> Passed:
@@ -68,7 +68,6 @@ def run_transformers(cp: ContextParallel, stage: nn.Module, batch: Batch) -> Pas
             hint="give documents without parents",
         )
     with hf.sequence(cp, stage, batch, num_targets=1) as sequence:
-        inputs = dict(sequence.inputs)
-        out = stage(inputs.pop("input_ids"), **inputs)
+        out = stage(**sequence.inputs)
     labels = sequence.shards.shard(batch.tensors()["labels"], dim=1)
     return Passed(out.loss, getattr(out, "aux_loss", None), count_targets(labels))

@@ -36,7 +36,7 @@ def run_replay(config: TrainConfig, meshes: Meshes, steps: int, gradients: Path)
     given: list[npt.NDArray[np.int64]] = []
 
     def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        (ids,) = arguments
+        (ids,) = arguments or (keywords["input_ids"],)
         positions = keywords["position_ids"]
         if "attention_mask" in keywords:  # transformers: 0 in padding slots
             positions = positions.masked_fill(keywords["attention_mask"] == 0, -1)

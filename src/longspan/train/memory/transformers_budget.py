@@ -36,7 +36,18 @@ class _Kept:
     outside: int
     """Of embedding, final norm, logits and loss."""
     inputs: int
-    """Of the inputs of all layers, which full recomputation keeps."""
+    """Of the inputs of all layers, which recomputation keeps."""
+    slots: int
+    """Tokens of the micro-batch on a rank."""
+
+    def of(self, run: RunShape, config: TrainConfig) -> int:
+        """Return the bytes of all layers that are held at once, by `config.recompute`."""
+        if config.recompute == "none":
+            return self.blocks
+        # "block" also keeps the output and the log-sum-exp of attention.
+        row = run.model.num_heads * (run.model.head_dim * run.itemsize + max(4, run.itemsize))
+        attended = self.slots * row * run.model.num_layers if config.recompute == "block" else 0
+        return self.inputs + self.block + attended
 
 
 def transformers_budget(config: TrainConfig, model: TransformersConfig, device_type: str) -> Budget:
@@ -83,7 +94,7 @@ def _stage(run: RunShape, config: TrainConfig, empty: nn.Module, kept: _Kept | N
         gathered=gathered,
         unreduced=unreduced,
         in_flight=1,
-        activations=None if kept is None else kept.blocks if config.recompute == "none" else kept.inputs + kept.block,
+        activations=None if kept is None else kept.of(run, config),
         head=0 if kept is None else kept.outside,
     )
 
@@ -93,15 +104,19 @@ def _kept(config: TrainConfig, model: TransformersConfig, slots: int) -> _Kept |
     empty: Any = build_empty(model, dtype=TORCH_DTYPES[config.dtype])
     owned = {_storage(p)[0] for p in (*empty.parameters(), *empty.buffers())}
     by_block: dict[int | None, dict[int, int]] = {None: {}}
-    inputs, inside = 0, [None]
+    inputs = 0
+    inside: list[int | None] = [None]
 
     def enter(index: int) -> Any:
         def note(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             nonlocal inputs
-            inside.append(index)  # type: ignore[arg-type]
+            inside.append(index)
             inputs += next(x.nbytes for x in (*arguments, *keywords.values()) if isinstance(x, Tensor))
 
         return note
+
+    def leave(*_: Any) -> None:
+        inside.pop()
 
     def keep(x: Tensor) -> Tensor:
         place, size = _storage(x)
@@ -111,19 +126,19 @@ def _kept(config: TrainConfig, model: TransformersConfig, slots: int) -> _Kept |
 
     for index, block in enumerate(blocks_of(empty)):
         block.register_forward_pre_hook(enter(index), with_kwargs=True)
-        block.register_forward_hook(lambda *_: inside.pop() and None)
+        block.register_forward_hook(leave)
     ids = torch.zeros(1, slots, dtype=torch.int64, device="meta")
     with _attention_of_no_work(empty), saved_tensors_hooks(keep, lambda x: x):
         try:
             empty(
-                input_ids=ids, position_ids=ids, labels=ids, shift_labels=ids, use_cache=False,
+                input_ids=ids, position_ids=ids, attention_mask=ids, labels=ids, shift_labels=ids, use_cache=False,
                 num_items_in_batch=torch.ones((), device="meta"),
             )  # fmt: skip
         except Exception:  # whatever a model raises that reads values
             return None
     outside = sum(by_block.pop(None).values())
     sizes = [sum(parts.values()) for parts in by_block.values()] or [0]
-    return _Kept(max(sizes), sum(sizes), outside, inputs)
+    return _Kept(max(sizes), sum(sizes), outside, inputs, slots)
 
 
 def _storage(x: Tensor) -> tuple[int, int]:
