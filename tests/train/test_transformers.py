@@ -205,7 +205,7 @@ def test_what_a_run_refuses_by_name(folder: Path, changes: dict[str, Any], said:
     assert told.value.hint
 
 
-def test_a_model_that_is_not_linear_attention_free_is_refused_before_any_rank_starts(folder: Path) -> None:
+def test_a_model_that_mixes_tokens_outside_attention_is_refused_before_any_rank_starts(folder: Path) -> None:
     config = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256, "state_size": 8}
     with pytest.raises(SpecError, match="MambaForCausalLM cannot be trained on a sharded sequence"):
         prepare(make_config(folder, model={"model_type": "mamba", "config": config}))

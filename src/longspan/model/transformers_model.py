@@ -75,7 +75,9 @@ def set_recompute(model: Any, recompute: Recompute) -> None:
         )
     kept = partial(keep_saved_ops, SAVED_OPS if recompute == "block" else ())
     options = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, kept)}
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    # The older name warns in newer versions.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable(options)
 
 
 def multiplying_parameters(model: TransformersConfig) -> int:

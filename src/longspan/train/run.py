@@ -25,13 +25,12 @@ from longspan.train.memory.preflight import preflight, tell
 from longspan.train.memory.start_table import Start, degrees
 from longspan.train.memory.transformers_budget import transformers_budget
 from longspan.train.micro import visible_pairs
-from longspan.train.model import empty_transformers
 from longspan.train.monitor import Monitor
 from longspan.train.parallel import make_stages
 from longspan.train.run_loader import make_loader
 from longspan.train.step import StepResult, TrainStep, check_plan
 from longspan.train.train_config import TrainConfig, model_config
-from longspan.train.transformers_micro import with_longspan
+from longspan.train.transformers_micro import probe_model
 from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure, pairs_of_step
 
 
@@ -112,10 +111,8 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
 
     Raises `SpecError`, `DataError` or `CheckpointError`.
     """
-    model = model_config(config)
-    check_plan(config, model)
-    if isinstance(model, TransformersConfig):
-        with_longspan(empty_transformers(config, model), config.data.seq_len)
+    check_plan(config, model_config(config))
+    probe_model(config, model_config(config))
     store = prepare_corpus(config, progress)
     folder = checkpoint.newest(config.run_dir)
     if config.export:

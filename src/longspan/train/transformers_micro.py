@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from longspan.cp.context import ContextParallel
 from longspan.data import Batch
 from longspan.errors import SpecError
-from longspan.model import TransformersConfig, count_targets
+from longspan.model import ModelConfig, TransformersConfig, count_targets
+from longspan.train.model import empty_transformers
 from longspan.train.train_config import TrainConfig
 
 
@@ -25,7 +26,7 @@ class Passed:
 
 
 def check_transformers(config: TrainConfig, model: TransformersConfig) -> None:
-    """Raise `SpecError` for settings that a run of a model of transformers does not have, or a model: see `longspan.hf.check`."""
+    """Raise `SpecError` for settings that a run of a model of transformers does not have."""
     parallel = config.parallel
     degrees = {name: getattr(parallel, name) for name in ("tp", "pp", "ep")}
     if above := {name: size for name, size in degrees.items() if size > 1}:
@@ -44,6 +45,12 @@ def check_transformers(config: TrainConfig, model: TransformersConfig) -> None:
             f"dropout={config.dropout} for model_type {model.model_type!r}: only longspan's decoder draws it by token",
             hint="set dropout=0",
         )
+
+
+def probe_model(config: TrainConfig, model: ModelConfig | TransformersConfig) -> None:
+    """Raise `SpecError` for a model of transformers that is not exact on a sharded sequence: see `longspan.hf.check`."""
+    if isinstance(model, TransformersConfig):
+        with_longspan(empty_transformers(config, model), config.data.seq_len)
 
 
 def with_longspan(model: Any, seq_len: int) -> Any:

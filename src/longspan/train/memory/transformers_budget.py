@@ -52,11 +52,8 @@ class _Kept:
 
 def transformers_budget(config: TrainConfig, model: TransformersConfig, device_type: str) -> Budget:
     """Return the expected memory of each rank at the longest row. Raises `SpecError` for a run that cannot be planned."""
-    from longspan.hf.mask_kinds import mask_of
-
     run = run_shape(config, model, device_type)
-    masks = {kind: mask_of(kind, run.longest) for kind in run.planner.mask_layers}
-    layout, plans = run.planner.plans(masks)
+    layout, plans = run.longest_plans
     empty = build_empty(model, dtype=weights_dtype(config))
     slots = len(layout.positions(0))
     return Budget(
