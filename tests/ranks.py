@@ -9,6 +9,7 @@
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import sys
@@ -163,12 +164,14 @@ def _stop() -> None:
 
 
 def _forget_meshes() -> None:
-    """DTensor takes meshes of the same axes and ranks for one another, and what it keeps of them names their groups."""
+    """Empty DTensor's caches: they take meshes of the same axes and ranks for one another, and keep their groups."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import _redistribute, debug
+        from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
         debug._clear_sharding_prop_cache()
         _redistribute._gen_transform_infos.cache_clear()
+        _redistribute._planner_cache.clear()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def _like_a_worker() -> None:
@@ -202,6 +205,7 @@ def _serve(pipe: Connection) -> None:
         try:
             _forget_meshes()
             dist.destroy_process_group()
+            gc.collect()
         except BaseException:
             result = (False, f"rank {rank}: {traceback.format_exc()}")
         pipe.send(result)

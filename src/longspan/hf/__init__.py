@@ -9,9 +9,9 @@
 Importing this package imports transformers and registers "longspan" in its attention and mask interfaces.
 """
 
-from longspan.hf.check import Checked, check
 from longspan.hf.interface import NAME, register
-from longspan.hf.sequence import Sequence, count_targets, sequence
+from longspan.hf.model_check import Checked, check
+from longspan.hf.model_sequence import Sequence, count_targets, sequence
 
 __all__ = ["NAME", "Checked", "Sequence", "check", "count_targets", "sequence"]
 

@@ -24,7 +24,7 @@ from longspan.hf.keywords import KNOWN_KEYWORDS
 from longspan.hf.mask_kinds import kind_of
 
 if TYPE_CHECKING:
-    from longspan.hf.sequence import Sequence, SequenceMask
+    from longspan.hf.model_sequence import Sequence, SequenceMask
 
 Tensor = torch.Tensor
 
@@ -96,7 +96,7 @@ def attention_function(
     sink = s_aux if sinks is None else sinks
     ref = attention_mask.share(query.shape[1], key.shape[1])
     out = attend(query, key, value, ref, scaling, None if sink is None else sink.to(query.dtype), softcap)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None  # some models take views of it
 
 
 def _refuse_within_a_run(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ give every token the same values in the part as in the row. Each entry and exit 
 with one row per token, an event keeps one number per token, a fixed random projection.
 """
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -88,33 +89,36 @@ class Trace:
 
 
 class Probe:
-    """The model with attention replaced and hooks in place, inside a `with` block."""
+    """Runs copies of a model, with attention replaced and hooks in place, inside a `with` block."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self._names = {module: name for name, module in model.named_modules()}
+        self._names: dict[nn.Module, str] = {}
         self._within: list[str] = []
         self._trace = Trace()
         self._runs: Counter[tuple[str, str]] = Counter()
         self._length = 0
         self._masked = True
-        self._undo: list[Any] = []
 
     def __enter__(self) -> "Probe":
         AttentionInterface.register(_KEY, self._attend)
         AttentionMaskInterface.register(_KEY, self._mask)
-        for module in self._names:
-            if hasattr(config := getattr(module, "config", None), "_attn_implementation"):
-                config._attn_implementation_internal = _KEY  # type: ignore[union-attr]
-            self._undo.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            self._undo.append(module.register_forward_hook(self._leave))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for handle in self._undo:
-            handle.remove()
         for interface in (AttentionInterface, AttentionMaskInterface):
             interface._global_mapping.pop(_KEY, None)
+
+    def _hooked(self) -> nn.Module:
+        """A copy of the model: a run may leave state behind, as rotary tables that grow do."""
+        model = copy.deepcopy(self.model)
+        self._names = {module: name for name, module in model.named_modules()}
+        for module in self._names:
+            if hasattr(config := getattr(module, "config", None), "_attn_implementation"):
+                config._attn_implementation_internal = _KEY  # type: ignore[union-attr]
+            module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            module.register_forward_hook(self._leave)
+        return model
 
     @torch.no_grad()
     def run(self, tokens: Tensor, positions: Tensor | None, **others: Any) -> Trace:
@@ -123,8 +127,9 @@ class Probe:
         self._runs.clear()
         if positions is not None:
             others["position_ids"] = positions
+        model = self._hooked()
         try:
-            self._trace.output = self.model(
+            self._trace.output = model(
                 input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False, **others
             )
         except Found:
@@ -210,7 +215,7 @@ class Probe:
         self._add("attention", [query, key, value])
         gate = _project(query) + _project(key).repeat_interleave(H // K, 1)
         out = value.repeat_interleave(H // K, 1) * gate.sigmoid().unsqueeze(-1)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2).contiguous(), None
 
 
 class _MaskReadError(AttributeError):
@@ -273,6 +278,6 @@ _OTHER_MODEL = "no setting of longspan makes this model exact on a sharded seque
 _REPORT = "run the model with attn_implementation='longspan' on one rank to see the whole error"
 READS_MASK = ("computes with the attention mask itself", _OTHER_MODEL)
 NO_INTERFACE = (
-    "does not call the attention function of transformers' AttentionInterface: longspan would not be used",
+    "mixes tokens without calling the attention function of transformers' AttentionInterface, which longspan replaces",
     _ONLY_ATTENTION,
 )

@@ -15,7 +15,7 @@ from longspan.comm.gather import stack
 from longspan.hf.interface import open_sequence
 
 if TYPE_CHECKING:
-    from longspan.hf.sequence import Sequence
+    from longspan.hf.model_sequence import Sequence
 
 Tensor = torch.Tensor
 

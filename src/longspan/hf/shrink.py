@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 VOCABULARY = 64
 """Number of tokens a shrunken model has."""
-_LARGEST = 20_000_000
+_LARGEST = 30_000_000
 """Number of parameters above which a shrunken model is not built."""
 
 
@@ -216,13 +216,15 @@ def _keep_products(old: dict[str, Any], new: dict[str, Any]) -> None:
     """Let heads times head dim be what it was: a multiple of the width, or another size, as of state-space layers."""
     hidden = next((name for name in _WIDTHS if _int(old.get(name))), None)
     expand = next((name for name in old if re.search("expand$", name) and _int(old[name])), None)
-    for heads in [name for name in old if _role(name) == "heads" and _int(old[name])]:
-        for dim in [name for name in old if _role(name) == "head dim" and _int(old[name])]:
-            product = old[heads] * old[dim]
-            if hidden and expand and product == old[expand] * old[hidden] and old[expand] > 1:
+    for heads, count in old.items():
+        for dim, size in old.items():
+            if not (_role(heads) == "heads" and _role(dim) == "head dim" and _int(count) and _int(size)):
+                continue
+            if hidden and expand and count * size == old[expand] * old[hidden] and old[expand] > 1:
                 new[heads] = new[expand] * new[hidden] // new[dim]
-            for name in [name for name in old if name != hidden and _int(old[name]) and old[name] == product]:
-                if name.startswith(heads.split("_")[0]):
+            prefix = heads.partition("_")[0]
+            for name, product in old.items():
+                if _int(product) and product == count * size and name.startswith(prefix) and dim.startswith(prefix):
                     new[name] = new[heads] * new[dim]
 
 

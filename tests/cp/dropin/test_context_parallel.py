@@ -28,6 +28,11 @@ S = 21
 CAUSAL = Mask.causal(S)
 
 
+def without_place(text):
+    """An error without the function and line that it names."""
+    return re.sub(r" in \S+ \(\S+, line \d+\)", "", text)
+
+
 class Program:
     """Global q, k, v to be given as buffers, on this rank."""
 
@@ -53,7 +58,7 @@ class Program:
                 attend(self.q, self.k, self.v)
 
         found = raised(run)
-        return ("buffers changed", "") if self.changed else found
+        return ("buffers changed", "") if self.changed else (found[0], without_place(found[1]))
 
     @property
     def changed(self):
@@ -395,7 +400,9 @@ def refused_arguments(p):
         attend(attn_mask=torch.full((S, S), torch.finfo(torch.float32).min).triu(1)),
         attend(attn_mask=learned),
         attend(attn_mask=torch.ones(S, S, dtype=torch.int64)),
+        attend(attn_mask=torch.ones(9, 9, dtype=torch.bool)),
         attend(attn_mask=torch.ones(10, 10, dtype=torch.bool)),
+        attend(attn_mask=torch.ones(2, 1, 1, 11, dtype=torch.bool)),
         attend(scale=-1.0),
         p.refusal(lambda q, k, v: causal(q, k[:, :2], v[:, :2]))[1],
         p.refusal(lambda q, k, v: F.scaled_dot_product_attention(q, k[:, :2], v, enable_gqa=True))[1],
@@ -408,6 +415,12 @@ def refused_arguments(p):
 
 AS_A_MASK = "\n\nhint: give a bool mask, True where a query sees a key, or a float mask of 0 and -inf"
 WHOLE = "\n\nhint: give the mask of the global sequence and leave the mask out of buffers, or set is_causal=True"
+OF_A_SHARD = (
+    " covers one rank's tokens, not the 21 of the sequence; transformers makes such masks of padding, windows, or positions "
+    "that jump\n\nhint: give the mask of the global sequence, outside buffers. With transformers, add an attention_mask of "
+    'ones, (1, S), to buffers if only positions jump; else call model.set_attn_implementation("longspan") and run the model '
+    "by longspan.hf.sequence"
+)
 GROUPED = "\n\nhint: give k and v as many heads as q, or with enable_gqa=True a number of heads that divides that of q"
 REFUSED = [
     "dropout_p=0.1: longspan attention has no dropout\n\nhint: set dropout_p=0.0",
@@ -419,7 +432,9 @@ REFUSED = [
     "attn_mask is a bias, with values other than 0 and -inf; longspan attention takes masks only" + AS_A_MASK,
     "attn_mask is a learned bias; longspan attention takes masks only" + AS_A_MASK,
     "attn_mask is torch.int64" + AS_A_MASK,
-    "attn_mask must have shape (..., 21, 21), the pairs of the global sequence, not (10, 10)" + WHOLE,
+    "attn_mask must have shape (..., 21, 21), the pairs of the global sequence, not (9, 9)" + WHOLE,
+    "attn_mask of shape (10, 10)" + OF_A_SHARD,
+    "attn_mask of shape (2, 1, 1, 11)" + OF_A_SHARD,
     "scale=-1.0 is not a positive number\n\nhint: for a negative scale, negate q",
     "q, k and v have 4, 2 and 2 heads, enable_gqa=False" + GROUPED,
     "q, k and v have 4, 2 and 4 heads, enable_gqa=True" + GROUPED,
@@ -774,9 +789,13 @@ RIGHT = [
     buffers_that_are_leaves, leaves_made_inside, compiled_with_gradients, recomputed_inside, higher_derivatives_of_the_rest,
 ]  # fmt: skip
 WITH_WEIGHTS = hidden("multi_head_attention_forward with need_weights=True", "set need_weights=False")
-OTHERS = ["flex_attention"] * 2 + [
-    f"aten.{name}.default" for name in ("_scaled_dot_product_flash_attention_for_cpu", "_safe_softmax")
-]
+OTHERS = ["flex_attention"] * 2 + ["aten._scaled_dot_product_flash_attention_for_cpu.default"]
+BY_HAND = (
+    "SpecError",
+    "aten.bmm multiplies one rank's tokens, not the 21 of the sequence\n\n"
+    "hint: call torch.nn.functional.scaled_dot_product_attention; or set "
+    'allow_local=("matmul",) if its dim is not the sequence',
+)
 OWN = hidden(
     "scaled_dot_product_attention in a custom operator, or in another thread,",
     "call attention from the thread that opened the block, outside custom operators",
@@ -800,13 +819,13 @@ WRITTEN_TO = (
 )
 WRONG = [
     (attention_with_weights, [WITH_WEIGHTS] * 2),
-    (other_attention, [hidden(name) for name in OTHERS]),
+    (other_attention, [*map(hidden, OTHERS), BY_HAND]),
     (an_operator_of_ones_own, OWN),
     (a_thread_started_inside, OWN),
     (a_kernel_out_of_sight, [KERNEL] * 2),
     (a_thread_from_before, [text.split("\n")[0] for _, text in (OWN, OWN, KERNEL)]),
     (higher_order, hidden("cond")),
-    (transformed, [hidden("aten._safe_softmax.default"), ("RuntimeError", NO_HOOKS)]),
+    (transformed, [BY_HAND, ("RuntimeError", NO_HOOKS)]),
     (refused_arguments, REFUSED),
     (lengths, LENGTHS),
     (refused_buffers, REFUSED_BUFFERS),

@@ -4,12 +4,15 @@
         enter    buffers            global length S -> local length T, in place
         inside   SDPA               replaced by `attention` with the plan of the call's mask
                  other attention    `SpecError`: would see only this rank's keys
+                 arange(T), cumsum  `SpecError`: would count only this rank's tokens
         exit     buffers            restored
 
-`intercept` finds the calls; `recognise` turns dense masks into bands.
+`intercept` finds the calls; `recognise` turns dense masks into bands; `local` lists the operators that are refused, and
+`models` the models of transformers.
 """
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,8 +29,11 @@ from longspan.comm.sharding import gather, shard
 from longspan.cp.attention import attention
 from longspan.cp.context import ContextParallel, latest
 from longspan.cp.dropin.intercept import intercepted, is_intercepted, traced
+from longspan.cp.dropin.local import HF_WAY_OUT, LocalTokens
+from longspan.cp.dropin.models import checked_models
 from longspan.cp.dropin.recognise import mask_of_dense
-from longspan.errors import SpecError
+from longspan.cp.engine.call_checks import announce
+from longspan.errors import LongspanError, SpecError
 from longspan.names import BALANCED
 from longspan.plan import Mask, Plan
 
@@ -48,6 +54,7 @@ def context_parallel(
     comm_dtype: torch.dtype | str | None = None,
     mask: Mask | None = None,
     seq_len: int | None = None,
+    allow_local: Iterable[str] = (),
 ) -> Iterator["DropIn"]:
     """Run plain PyTorch on a sharded sequence, as `torch.distributed.tensor.experimental.context_parallel` does.
 
@@ -59,9 +66,11 @@ def context_parallel(
     - `layout`, `route`, `inner`, `kernel`, `comm_dtype`: as for `ContextParallel`.
     - `mask`: mask of calls without `attn_mask`. Default: full, or causal with `is_causal`. Required by "balanced".
     - `seq_len`: length S of the global sequence. Required if neither buffers nor mask are given.
+    - `allow_local`: kinds of operators that may run over `T` rows, because these rows are not tokens of the sequence:
+      "arange", "slice", "cumsum", "softmax", "matmul", "conv", "recurrent", "roll". Otherwise they are refused.
 
     Collective: the ranks compare all arguments, and raise `DisagreementError` if these differ. A call inside that cannot
-    be computed raises `SpecError`.
+    be computed raises `SpecError`, on all ranks. Warns at the end if there was no attention call inside.
     """
     if is_intercepted():
         raise SpecError(
@@ -80,8 +89,10 @@ def context_parallel(
             raise SpecError(f"mask is a {type(mask).__name__}", hint="give a longspan.Mask, or a dense one to SDPA")
         staying = _check_buffers(held, dims, no_restore_buffers)
         dropin = DropIn(cp, _length(held, dims, mask, seq_len), mask)
+        tokens = LocalTokens.of(dropin.seq_len, dropin.shard_lengths, allow_local)
         given = repr([(buffer.shape, buffer.dtype, dim) for buffer, dim in zip(held, dims, strict=True)])
-        what = {"layouts, masks or routes": dropin.digest, "buffers": given.encode()}
+        chosen = dropin.digest + repr(sorted(tokens.allowed)).encode()
+        what = {"layouts, masks or routes": chosen, "buffers": given.encode()}
         shards = [_local(buffer, dropin, dim) for buffer, dim in zip(held, dims, strict=True)]
     except Exception as error:
         # Of any type: check_agreement also raises on the other ranks, which would hang otherwise.
@@ -95,8 +106,16 @@ def context_parallel(
                 increment_version(buffer)  # a graph that saved the global buffer must fail in backward
             _swap(buffer, local)
         slots = dropin.layout.num_slots(cp.rank)
-        stack.enter_context(intercepted(dropin.scaled_dot_product_attention, slots))
+        if size > 1:
+            stack.enter_context(checked_models(dropin.seq_len, mask))
+        kernels = stack.enter_context(intercepted(dropin.scaled_dot_product_attention, slots, tokens))
         yield dropin
+    if size > 1 and not kernels.num_own:
+        warnings.warn(
+            "context_parallel ended without a call of scaled_dot_product_attention: attention by other means, if there "
+            "was any, covered one rank's tokens only",
+            stacklevel=3,
+        )
 
 
 class DropIn:
@@ -110,8 +129,14 @@ class DropIn:
             )
         self.mask, self.seq_len = mask, seq_len
         self.cp, self.layout = cp, cp.planner.layout_of({"full": mask or Mask.causal(seq_len)})
+        self._has_attended = False
         self._plans: dict[tuple[tuple[int, int], Mask], Plan] = {}
         self._recognised: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    @cached_property
+    def shard_lengths(self) -> frozenset[int]:
+        """Numbers of tokens of the ranks, without 0, 1 and `S`, by which a dim of one rank's tokens is recognised."""
+        return frozenset(map(self.layout.num_slots, range(self.layout.ranks))) - {0, 1, self.seq_len}
 
     @property
     def digest(self) -> bytes:
@@ -144,12 +169,18 @@ class DropIn:
         enable_gqa: bool = False,
     ) -> Tensor:
         """`torch.nn.functional.scaled_dot_product_attention` of local q, k, v `(..., T, D)` over the global sequence."""
-        if dropout_p:
-            raise SpecError(f"dropout_p={dropout_p}: longspan attention has no dropout", hint="set dropout_p=0.0")
-        self._check_lengths(query, key, value)
-        heads = _heads(query, key, value, enable_gqa)
-        q, k, v = traced(_four_dims(query), _four_dims(key), _four_dims(value))
-        plan = self._plan(heads, self._mask(attn_mask, is_causal))
+        try:
+            if dropout_p:
+                raise SpecError(f"dropout_p={dropout_p}: longspan attention has no dropout", hint="set dropout_p=0.0")
+            self._check_lengths(query, key, value)
+            heads = _heads(query, key, value, enable_gqa)
+            q, k, v = traced(_four_dims(query), _four_dims(key), _four_dims(value))
+            plan = self._plan(heads, self._mask(attn_mask, is_causal))
+        except LongspanError as problem:
+            if query.is_cuda and self._has_attended:  # where later calls are not compared
+                raise
+            announce(self.cp.group, problem)
+        self._has_attended = True
         out = attention(q, k, v, plan=plan, group=self.cp.group, scale=scale, kernel=self.cp.kernel)
         return out.reshape(*query.shape[:-1], value.shape[-1])
 
@@ -184,6 +215,7 @@ class DropIn:
         if attn_mask is not None and is_causal:
             raise SpecError("both attn_mask and is_causal are set", hint="leave one of them out")
         if attn_mask is not None:
+            self._check_whole(attn_mask)
             return self._recognise(attn_mask)
         if self.mask is None:
             return self._causal if is_causal else self._full
@@ -193,6 +225,17 @@ class DropIn:
                 hint="set is_causal=False to use the mask of context_parallel, or leave mask out of context_parallel",
             )
         return self.mask
+
+    def _check_whole(self, attn_mask: Tensor) -> None:
+        """Raise `SpecError` if a mask has the shape of a shard: `(..., T, T)` or, of keys alone, `(..., 1, T)`."""
+        shape = tuple(attn_mask.shape)
+        if shape[-1:] and shape[-1] in self.shard_lengths and {*shape[-2:]} <= {1, *self.shard_lengths}:
+            raise SpecError(
+                f"attn_mask of shape {shape} covers one rank's tokens, not the {self.seq_len} of the sequence; "
+                "transformers makes such masks of padding, windows, or positions that jump",
+                hint="give the mask of the global sequence, outside buffers. With transformers, add an attention_mask "
+                f"of ones, (1, S), to buffers if only positions jump; else {HF_WAY_OUT}",
+            )
 
     def _recognise(self, attn_mask: Tensor) -> Mask:
         """Return the mask equal to a dense mask. Cached until the tensor, or the base of a view, is freed or written to."""

@@ -3,6 +3,7 @@
     Python, TorchScript, C++, exported programs  ->  SDPA operator      ->  replaced
     kernels by name, other packages              ->  other operators    ->  refused by a dispatch mode
     compiled code                                ->  runs eagerly, and so calls the SDPA operator
+    operators that mix a rank's tokens           ->  `local`            ->  refused by the same mode
     recomputation in backward                    ->  SDPA operator, and a marker in case the context has ended
 
 Only this file uses the dispatcher and its modes.
@@ -10,6 +11,7 @@ Only this file uses the dispatcher and its modes.
 
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -19,13 +21,14 @@ from threading import enumerate as enumerate_threads
 from typing import Any
 
 import torch
-from torch._ops import HigherOrderOperator
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.autograd.graph import saved_tensors_hooks
 from torch.library import _scoped_library, get_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils.checkpoint import CheckpointFunction
 
+from longspan.cp.dropin.local import Local, LocalTokens, local_use
 from longspan.errors import SpecError
 from longspan.kernels.own_calls import is_own_kernel
 
@@ -38,13 +41,19 @@ _ATTENTION = re.compile(r"attention|attn|transformer_encoder|_safe_softmax")
 """Operators that compute attention. Only SDPA's math path calls `_safe_softmax`."""
 _ALLOWED = re.compile(r"^longspan\b|backward|bwd")
 """Operators not refused: our own, and backward operators, since a graph from before the context may run backward inside."""
+_OWN = "longspan"
+"""Namespace of our own operators."""
+_RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 _open: list["_Kernels"] = []
 """Open contexts of all threads. Read only for a call outside a context, to find whether the call belongs to one."""
 
 
 @contextmanager
-def intercepted(attend: Callable[..., Tensor], slots: int) -> Iterator[None]:
+def intercepted(attend: Callable[..., Tensor], slots: int, tokens: LocalTokens) -> Iterator["_Kernels"]:
     """Replace SDPA by `attend` in this thread and in backward passes started here. Other attention raises `SpecError`.
+
+    So do operators that would take this rank's `tokens` for the sequence. Yields the mode, whose `num_own` counts the
+    calls of longspan's operators.
 
     Threads started before are affected in one case: attention over exactly `slots` rows raises, since the call may
     belong to this context.
@@ -53,16 +62,18 @@ def intercepted(attend: Callable[..., Tensor], slots: int) -> Iterator[None]:
         torch.compiler.set_stance("force_eager"),
         saved_tensors_hooks(_save, _saved),
         _scoped_library("aten", "IMPL") as library,
-        _Kernels(attend, slots) as kernels,
-        _Calls(),
+        _Kernels(attend, slots, tokens) as kernels,
+        _Calls(tokens),
     ):
         for device in ("CPU", "CUDA"):
             library.impl(_SDPA, _attend, device)
             library.impl(_SDPA, _attend, f"Autograd{device}")
-        library.impl(_CPU_KERNEL, partial(_guarded, get_kernel(_CPU_KERNEL, "CPU")), "CPU", with_keyset=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", r"Warning only once for all operators")  # that a kernel is overridden
+            library.impl(_CPU_KERNEL, partial(_guarded, get_kernel(_CPU_KERNEL, "CPU")), "CPU", with_keyset=True)
         _open.append(kernels)
         try:
-            yield
+            yield kernels
         finally:
             _open.remove(kernels)
 
@@ -130,9 +141,9 @@ class _Kernels(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, attend: Callable[..., Tensor], slots: int) -> None:
+    def __init__(self, attend: Callable[..., Tensor], slots: int, tokens: LocalTokens) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.attend, self.slots = attend, slots
+        self.attend, self.slots, self.tokens, self.num_own = attend, slots, tokens, 0
         self.other_threads = {*enumerate_threads()} - {current_thread()}
 
     def __torch_dispatch__(
@@ -140,19 +151,37 @@ class _Kernels(TorchDispatchMode):
     ) -> Any:
         if func is _SDPA:  # reaches the mode undecomposed in inference mode only
             return self.attend(*args, **kwargs or {})
-        if (name := _hidden_attention(func)) is not None:
-            _refuse(name, "call torch.nn.functional.scaled_dot_product_attention, or leave the block for it")
+        if (known := _known(func)) is not None:
+            if isinstance(known, Local):
+                self.tokens.check(func, known, args, kwargs or {})
+            elif known != _OWN:
+                _refuse(known, "call torch.nn.functional.scaled_dot_product_attention, or leave the block for it")
+            else:
+                self.num_own += 1
+        if torch.is_inference_mode_enabled() and isinstance(func, OpOverload):
+            with self:  # so that the mode sees the parts of an operator that other modes of execution decompose before
+                if (out := func.decompose(*args, **kwargs or {})) is not NotImplemented:
+                    return out
         return func(*args, **kwargs or {})
 
 
 class _Calls(TorchFunctionMode):
-    """Function mode that refuses `multi_head_attention_forward` with weights, which uses bmm and softmax."""
+    """Function mode that refuses functions by name whose operators are harder to recognise.
+
+    These are `multi_head_attention_forward` with weights, which uses bmm and softmax, and recurrent layers.
+    """
+
+    def __init__(self, tokens: LocalTokens) -> None:
+        super().__init__()
+        self.tokens = tokens
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _MULTI_HEAD and signature(func).bind(*args, **kwargs or {}).arguments.get("need_weights", True):
             _refuse("multi_head_attention_forward with need_weights=True", "set need_weights=False")
+        if func in _RECURRENT and any(size in self.tokens.lengths for size in args[0].shape[:-1]):
+            self.tokens.refuse(f"torch.{func.__name__}", "recurrent", "runs over")
         return func(*args, **kwargs or {})
 
 
@@ -161,12 +190,12 @@ def _refuse(name: str, hint: str) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _hidden_attention(func: Callable[..., Any]) -> str | None:
-    """Return the name of an operator that is not ours and computes attention, or is higher-order; otherwise None."""
+def _known(func: Callable[..., Any]) -> Local | str | None:
+    """Return how an operator may mix a rank's tokens, its name if it computes attention or is higher-order, or `_OWN`."""
     name = str(func)
     if isinstance(func, HigherOrderOperator) or (_ATTENTION.search(name) and not _ALLOWED.search(name)):
         return name
-    return None
+    return _OWN if name.startswith(f"{_OWN}.") else local_use(name)
 
 
 class _Traced(torch.autograd.Function):

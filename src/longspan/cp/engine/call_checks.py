@@ -1,8 +1,11 @@
 """Checks of an attention call before any exchange, first on each rank, then across the ranks."""
 
+from typing import NoReturn
+
 import torch
 
 from longspan.comm.agree import check_agreement
+from longspan.comm.groups import RankGroup
 from longspan.comm.transport import transport_of
 from longspan.cp.engine.executor import Share
 from longspan.errors import LongspanError, SpecError
@@ -57,12 +60,20 @@ def check_together(
             raise problem
         if call in agreed:
             return
-    check_agreement(
-        share.group, {"plans": share.digest, "shapes, types, scales or changes of scores": call.encode()}, problem
-    )
+    check_agreement(share.group, _compared(share.digest, call), problem)
     if device.type == "cuda" and not agreed and share.group is not None:
         transport_of(share.group).connect(device)
     agreed.add(call)
+
+
+def announce(group: RankGroup | None, problem: Exception) -> NoReturn:
+    """Raise `problem`, found in place of an attention call, on this rank, and its text on the ranks that make the call."""
+    check_agreement(group, _compared(b"", ""), problem)
+    raise problem
+
+
+def _compared(digest: bytes, call: str) -> dict[str, bytes]:
+    return {"plans": digest, "shapes, types, scales or changes of scores": call.encode()}
 
 
 def _check_change(change: ScoreChange | None, q: Tensor) -> None:

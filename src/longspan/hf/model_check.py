@@ -128,6 +128,10 @@ def _check_devices(model: Any) -> None:
 
 def _check_dropout(model: nn.Module) -> None:
     for name, module in model.named_modules() if model.training else ():
+        if getattr(module, "neftune_noise_alpha", None):
+            raise Found(
+                name, "adds noise scaled by the number of tokens of the shard (NEFTune)", "set no neftune_noise_alpha"
+            )
         rates = {k: v for k, v in vars(module).items() if "drop" in k and isinstance(v, float) and v > 0}
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             rates["p"] = module.p
@@ -196,8 +200,11 @@ class _Check:
         self.arguments = inspect.signature(model.forward).parameters
         self.length = tokens.shape[1]
         self.positions = torch.arange(self.length)[None] if "position_ids" in self.arguments else None
-        layout = Layout.zigzag(self.length, _RANKS)
+        layout, rows = Layout.zigzag(self.length, _RANKS), torch.arange(self.length)
         self.shards = [torch.as_tensor(layout.positions(rank)) for rank in range(_RANKS)]
+        few = min(SHORT, self.length // 4)
+        self.parts = [*self.shards, rows[:few], rows[-few:]]
+        """Rows that must come out alike: the shards, and few tokens from either end, as with more ranks."""
 
     def run_whole(self) -> Trace:
         return self.probe.run(self.tokens, self.positions)
@@ -216,12 +223,12 @@ class _Check:
         self.others = everywhere[everywhere != place]
         if event := self._mixing(whole):
             cause, hint = _MIXES if whole.calls else NO_INTERFACE
-            raise Found(self._culprit(event), cause, hint, measured=True)
+            raise Found(self._culprit(event), cause, hint)
         if not whole.calls:
             raise Found("", *NO_INTERFACE)
         self._check_output(whole)
         if self.positions is not None and (event := self._moved(whole, everywhere)):
-            raise Found(self._culprit(event), *_OWN_POSITIONS, measured=True)
+            raise Found(self._culprit(event), *_OWN_POSITIONS)
         return whole
 
     def _mixing(self, whole: Trace) -> Event | None:
@@ -237,7 +244,7 @@ class _Check:
 
     def run_shards(self, whole: Trace) -> None:
         spared = int(_SPARED * self.length)
-        for rows in self.shards:
+        for rows in self.parts:
             positions = None if self.positions is None else self.positions[:, rows]
             part = self.probe.run(self.tokens[:, rows], positions)
             if event := whole.first_difference(part, rows, spared=spared):

@@ -26,8 +26,8 @@ from longspan.data import Batch, to_padded
 from longspan.data.arrays import IntArray
 from longspan.errors import SpecError
 from longspan.hf import interface
-from longspan.hf.check import ensure_checked
 from longspan.hf.mask_kinds import OVERLAY, kinds_of_layers, mask_of
+from longspan.hf.model_check import ensure_checked
 from longspan.hf.router_loss import share_router_losses
 from longspan.hf.rows import Rows, rows_of
 from longspan.hf.wrappers import averaging_ranks, unwrapped
