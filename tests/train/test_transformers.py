@@ -185,6 +185,7 @@ def test_rope_changes_are_those_of_transformers(tmp_path: Path, scaling: dict[st
             {"parallel__route": "upipe", "parallel__cp": 2},
             "route 'upipe' for model_type 'qwen3': only longspan's decoder",
         ),
+        ({"compile": True}, "compile=true for model_type 'qwen3': only blocks of longspan's decoder are compiled"),
         ({"dropout": 0.1}, "dropout=0.1 for model_type 'qwen3': only longspan's decoder draws it by token"),
         (
             {"model": section("qwen3", hidden_sise=8)},
@@ -247,6 +248,33 @@ def test_a_tied_head_in_the_weights_is_taken_if_equal_and_else_named(
     save_file(weights | {"lm_head.weight": head + 1}, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(SpecError, match=r"lm_head\.weight"):
         started()
+
+
+def test_recomputation_keeps_or_repeats_attention(folder: Path, tmp_path: Path) -> None:
+    """Pairs computed by each rank in forward and backward, over those without recomputation: 1 for "block", 1.5 for "full"."""
+    pairs = {}
+    for recompute in ("none", "block", "full"):
+        config = make_config(
+            folder, model=section("qwen3"), run_dir=str(tmp_path / recompute), steps=1, recompute=recompute,
+            parallel__cp=2, optim={"warmup_steps": 0},
+        )  # fmt: skip
+        train(config)
+        (step,) = metrics(config)
+        pairs[recompute] = [usage["pairs"] for usage in step["ranks"]]
+    assert pairs["block"] == pairs["none"]
+    assert pairs["full"] == [1.5 * count for count in pairs["none"]]
+
+
+def test_rows_of_a_run_are_packed(folder: Path, tmp_path: Path) -> None:
+    """The plans of a manifest are those of the model: its masks, heads and head dim."""
+    from longspan.train.pack_run import pack_run
+    from longspan.train.train_config import PackConfig
+
+    values = make_config(folder, model=section("gemma3_text"), parallel__cp=2).model_dump()
+    report = pack_run(PackConfig.model_validate(values), tmp_path / "rows.parquet")
+    assert report.masks == {"window-9": 1, "full": 1}
+    assert (list(report.heads or ()), report.head_dim, report.cp) == ([4, 2], 8, 2)
+    assert report.tokens.sum() == report.rank_tokens.sum()
 
 
 def test_a_checkpoint_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -151,8 +151,14 @@ def read_entries(folder: Path) -> dict[str, Any]:
 
 def _made(model_type: str, entries: dict[str, Any], *, strict: bool) -> Any:
     """Make the configuration object. `strict`: refuse entries that this type of model does not read."""
-    from transformers import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    try:
+        from transformers import CONFIG_MAPPING
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    except ImportError:
+        raise SpecError(
+            f"model_type {model_type!r} is computed by transformers, which is not installed",
+            hint="pip install 'longspan[hf]'",
+        ) from None
 
     if model_type not in CONFIG_MAPPING or model_type not in CAUSAL:
         raise SpecError(

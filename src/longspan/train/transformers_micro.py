@@ -40,6 +40,11 @@ def check_transformers(config: TrainConfig, model: TransformersConfig) -> None:
             f"route {parallel.route!r} for model_type {model.model_type!r}: only longspan's decoder projects heads in stages",
             hint='set parallel.route="ulysses"',
         )
+    if config.compile:
+        raise SpecError(
+            f"compile=true for model_type {model.model_type!r}: only blocks of longspan's decoder are compiled",
+            hint="set compile=false; docs/guides/huggingface.md compiles a model in a loop of your own",
+        )
     if config.dropout:
         raise SpecError(
             f"dropout={config.dropout} for model_type {model.model_type!r}: only longspan's decoder draws it by token",
