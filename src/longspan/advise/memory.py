@@ -42,22 +42,22 @@ class StageBudget:
     accumulation, all stages of the rank. For DDP, the buckets."""
     in_flight: int
     """Largest number of (micro-batch, stage) pairs whose activations are kept at once."""
-    activations: int
+    activations: int | None
     """Activations kept between forward and backward at the longest row, including everything of one recomputed block. In a
-    pipeline, also the hidden states sent and received between stages."""
+    pipeline, also the hidden states sent and received between stages. None: unknown, which a model of transformers may be."""
     head: int
     """A chunk of logits and the wide gradient of the head's weight, on the last stage."""
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
+        """Sum of all parts that are known."""
         held = (
             self.parameters,
             self.gradients,
             self.moments,
             self.gathered,
             self.unreduced,
-            self.activations,
+            self.activations or 0,
             self.head,
         )
         return sum(held)
@@ -130,12 +130,13 @@ def budget_of(run: RunShape) -> Budget:
         slots=kept.slots,
         tokens=kept.tokens,
         block=kept.block,
-        attention=tuple(_attention(run, layout, name, plan) for name, plan in plans.items()),
+        attention=tuple(attention_budget(run, layout, name, plan) for name, plan in plans.items()),
         stages=tuple(_stage(run, kept, pp_rank) for pp_rank in range(topology.pp)),
     )
 
 
-def _attention(run: RunShape, layout: Layout, name: str, plan: Plan) -> AttentionBudget:
+def attention_budget(run: RunShape, layout: Layout, name: str, plan: Plan) -> AttentionBudget:
+    """Return the attention of one mask, on the longest micro-batch."""
     sent = [
         sum(plan.bytes(rank, phase, run.model.head_dim, run.itemsize) for phase in PHASES) for rank in range(plan.ranks)
     ]
@@ -162,7 +163,9 @@ def shard_sizes(run: RunShape, rank: int) -> dict[str, int]:
     experts = (p.edp, place["edp"])
     sharded = run.wrapper == "fsdp"
     return {
-        weight.name: _rows(weight.shape, *(experts if weight.is_experts else dense)) if sharded else prod(weight.shape)
+        weight.name: shard_elements(weight.shape, *(experts if weight.is_experts else dense))
+        if sharded
+        else prod(weight.shape)
         for layers in run.stages_of(place["pp"])
         for weight in _weights(run.model, layers, p.tp, p.ep)
     }
@@ -245,7 +248,7 @@ def _activations(run: RunShape, kept: Activations, parts: list[range], pp_rank: 
     return most + kept.recomputed + handed, kept.head if any(last for _, last in ends) else 0, flying
 
 
-def _rows(shape: Shape, ranks: int, index: int) -> int:
+def shard_elements(shape: Shape, ranks: int, index: int) -> int:
     """Count the elements of a shape on shard `index` of `ranks` along dim 0."""
     each = -(-shape[0] // ranks)
     return min(each, max(0, shape[0] - index * each)) * prod(shape[1:])

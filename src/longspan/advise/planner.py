@@ -102,7 +102,7 @@ class Planner:
 
     def documents(self, lengths: Sequence[int]) -> dict[str, Mask]:
         """Make each mask of `mask_layers` over a row of causal documents."""
-        return {name: Mask.documents(lengths, window=window_of(name)) for name in self.mask_layers}
+        return {name: _mask(name, lengths) for name in self.mask_layers}
 
     def plans(self, masks: Mapping[str, Mask], slots: int | None = None) -> tuple[Layout, dict[str, Plan]]:
         """Make the layout of a micro-batch, and a plan for each of its masks. `slots` fixes the local length."""
@@ -135,3 +135,11 @@ class Planner:
             inner = inner_degree(route, self.ranks, self.heads, self.ranks_per_node)
         plan = plan_attention(layout, mask, route, self.heads, inner, comm_dtype=self.comm_dtype, tp=self.tp)
         return replace(plan, reason=reason) if reason else plan
+
+
+def _mask(name: str, lengths: Sequence[int]) -> Mask:
+    """Make the mask of a name over causal documents: "full", "window-<w>", or "chunk-<c>" of models of transformers."""
+    chunk = name.removeprefix("chunk-")
+    if chunk != name:
+        return Mask.chunked(lengths, int(chunk))
+    return Mask.documents(lengths, window=window_of(name))

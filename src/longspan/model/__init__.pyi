@@ -9,6 +9,7 @@ from .dropout import TokenDropout as TokenDropout
 from .expert_parallel import apply_expert_parallel as apply_expert_parallel
 from .experts import MixtureOfExperts as MixtureOfExperts
 from .experts import Routing as Routing
+from .huggingface import is_served as is_served
 from .huggingface import load_pretrained as load_pretrained
 from .huggingface import load_weights as load_weights
 from .huggingface import read_config as read_config
@@ -21,3 +22,6 @@ from .model_config import ExpertsConfig as ExpertsConfig
 from .model_config import Llama3RopeScaling as Llama3RopeScaling
 from .model_config import ModelConfig as ModelConfig
 from .tensor_parallel import apply_tensor_parallel as apply_tensor_parallel
+from .transformers_config import FolderChanges as FolderChanges
+from .transformers_config import RopeChanges as RopeChanges
+from .transformers_config import TransformersConfig as TransformersConfig

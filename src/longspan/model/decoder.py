@@ -236,7 +236,7 @@ class Block(nn.Module):
             *(x, cos, sin, attend, mask, tokens, routing),
             use_reentrant=False,
             preserve_rng_state=False,  # dropout is counter-based: it has no RNG state
-            context_fn=partial(create_selective_checkpoint_contexts, partial(_policy, self.saved_ops)),
+            context_fn=partial(create_selective_checkpoint_contexts, partial(keep_saved_ops, self.saved_ops)),
         )
         return out
 
@@ -320,7 +320,7 @@ class _Embedding(nn.Embedding):
         pass
 
 
-def _policy(saved_ops: tuple[str, ...], ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_saved_ops(saved_ops: tuple[str, ...], ctx: Any, op: Any, /, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Match operators by "namespace::name", any overload, so that no import of the operators is needed."""
     is_saved = op.name().partition(".")[0] in saved_ops
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE

@@ -15,10 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from longspan.errors import SpecError
 from longspan.model.decoder import Decoder, Recompute
-from longspan.model.model_config import ModelConfig
+from longspan.model.model_config import Llama3RopeScaling, ModelConfig
 from longspan.model.regions import local_region
+from longspan.model.transformers_config import CONFIG, RopeChanges, read_entries
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
 
 _FIELDS = {  # ModelConfig field: entry of config.json
@@ -131,26 +132,56 @@ def save_pretrained(
     _write_json(path / CONFIG, entries)  # written last, so that a partly written folder does not load
 
 
-def read_config(path: str | Path) -> ModelConfig:
-    """Read the ModelConfig of a Hugging Face Llama folder from config.json. Raises SpecError: see `load_pretrained`."""
+def read_config(path: str | Path, changes: RopeChanges | None = None) -> ModelConfig:
+    """Read the ModelConfig of a Hugging Face Llama folder from config.json, with `changes` of its RoPE.
+
+    Raises SpecError: see `load_pretrained`.
+    """
     file = Path(path) / CONFIG
-    if not file.is_file():
-        raise SpecError(f"{path} has no {CONFIG}", hint="give a folder written by save_pretrained of transformers")
-    entries = json.loads(file.read_text(encoding="utf-8"))
+    entries = read_entries(Path(path))
     architectures = entries.get("architectures") or []
     if architectures != ["LlamaForCausalLM"]:
-        raise SpecError(f"{file}: architectures {architectures} are not supported", hint="use a LlamaForCausalLM")
+        raise UnservedError(f"{file}: architectures {architectures} are not supported", hint="use a LlamaForCausalLM")
     for key, allowed in _ONLY.items():
         if key in entries and entries[key] not in allowed:
-            raise SpecError(f"{file}: {key}={entries[key]!r} is not supported", hint=f"only {allowed[0]!r} is")
-    given = _DEFAULTS | {"num_key_value_heads": entries.get("num_attention_heads")} | _without_none(entries)
+            raise UnservedError(f"{file}: {key}={entries[key]!r} is not supported", hint=f"only {allowed[0]!r} is")
+    given: dict[str, Any] = (
+        _DEFAULTS | {"num_key_value_heads": entries.get("num_attention_heads")} | _without_none(entries)
+    )
     fields = {ours: given[theirs] for ours, theirs in _FIELDS.items() if theirs in given}
     try:
-        return ModelConfig(**fields, **_rope_fields(file, entries))
+        return ModelConfig(**fields, **_changed(_rope_fields(file, entries), changes))
     except ValidationError as error:
         raise SpecError(
             f"{file}: {error}", hint=f"change the entries of the file; by ModelConfig field they are {_FIELDS}"
         ) from error
+
+
+def is_served(path: str | Path, changes: RopeChanges) -> bool:
+    """Whether the decoder computes the model of a folder with these changes. Raises SpecError for a folder that is not valid."""
+    try:
+        read_config(path, changes)
+    except UnservedError:
+        return False
+    return True
+
+
+class UnservedError(SpecError):
+    """A model that the decoder does not compute, though its folder may be valid."""
+
+
+def _changed(fields: dict[str, Any], changes: RopeChanges | None) -> dict[str, Any]:
+    """Return the RoPE fields of ModelConfig with the changes of a run."""
+    if changes is None:
+        return fields
+    scaling = changes.rope_scaling
+    if scaling is not None and not isinstance(scaling, Llama3RopeScaling):
+        raise UnservedError(
+            f"rope_scaling {scaling.kind!r} is not supported by longspan's decoder",
+            hint='use kind "llama3", or model.implementation="transformers"',
+        )
+    given: dict[str, Any] = {"rope_theta": changes.rope_theta, "rope_scaling": scaling}
+    return fields | {key: value for key, value in given.items() if value is not None}
 
 
 def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,7 +195,7 @@ def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
             hint="keep rope_parameters, the newer format, and remove rope_theta and rope_scaling",
         )
     if rope.get("partial_rotary_factor", 1) != 1:
-        raise SpecError(
+        raise UnservedError(
             f"{file}: partial_rotary_factor {rope['partial_rotary_factor']} is not supported", hint="only 1 is"
         )
     fields: dict[str, Any] = {"rope_theta": thetas.pop()} if thetas else {}
@@ -172,7 +203,7 @@ def _rope_fields(file: Path, entries: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "llama3":
         fields["rope_scaling"] = {ours: rope[theirs] for ours, theirs in _SCALING_FIELDS.items() if theirs in rope}
     elif kind != "default":
-        raise SpecError(f"{file}: RoPE type {kind!r} is not supported", hint="use 'default' or 'llama3'")
+        raise UnservedError(f"{file}: RoPE type {kind!r} is not supported", hint="use 'default' or 'llama3'")
     return fields
 
 
@@ -247,6 +278,9 @@ def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
                     unexpected.append(key)
                 elif shape != wanted[name]:
                     misshapen.append(f"{key} has shape {shape}, not {wanted[name]}")
+    if config.tie_embeddings and "lm_head.weight" in unexpected:
+        _check_tied(path, found["lm_head.weight"], found["embed_tokens.weight"])
+        unexpected.remove("lm_head.weight")
     missing = [_theirs(name) for name in wanted if name not in found]
     for what, names in (("missing", missing), ("unexpected", unexpected), ("wrongly shaped", misshapen)):
         if names:
@@ -255,6 +289,19 @@ def _files(path: Path, config: ModelConfig) -> dict[str, tuple[Path, str]]:
                 hint=f"{CONFIG} and the weights must belong to one model; tie_word_embeddings is {config.tie_embeddings}",
             )
     return found
+
+
+def _check_tied(path: Path, head: tuple[Path, str], embedding: tuple[Path, str]) -> None:
+    """Raise SpecError unless the two tensors are equal."""
+    tensors = []
+    for file, key in (head, embedding):
+        with safe_open(file, framework="pt") as opened:
+            tensors.append(opened.get_tensor(key))
+    if not torch.equal(*tensors):
+        raise SpecError(
+            f"{path}: tie_word_embeddings is true, but {head[1]} is not equal to {embedding[1]}",
+            hint=f"set tie_word_embeddings to false in {CONFIG}, or remove {head[1]} from the weights",
+        )
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -1,12 +1,59 @@
 """The architecture of a decoder as a frozen, validated record.
 The record holds the values that determine parameters and layer masks, and no value that may change between runs."""
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from longspan.errors import SpecError
 from longspan.names import mask_name
+
+
+class LinearRopeScaling(BaseModel):
+    """Position interpolation (Chen et al., 2023, arXiv:2306.15595): positions are divided by `factor`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["linear"]
+    factor: float = Field(ge=1.0)
+
+    def max_positions(self, own: int) -> int:
+        """Return the number of positions that the scaling is made for. `own`: that of the model without it."""
+        return round(self.factor * own)
+
+    def transformers_entries(self) -> dict[str, Any]:
+        """Return the entries of `rope_parameters`, except `rope_theta`."""
+        return {"rope_type": "linear", "factor": self.factor}
+
+
+class YarnRopeScaling(BaseModel):
+    """YaRN (Peng et al., 2023, arXiv:2309.00071): "NTK-by-parts" interpolation, and scores scaled by a temperature.
+
+    Dims that turn more than `beta_fast` times within `original_max_positions` are kept, dims that turn less than `beta_slow`
+    times are divided by `factor`, and those in between are interpolated. Queries and keys are scaled by
+    `attention_factor`, by default `0.1 ln(factor) + 1`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["yarn"]
+    factor: float = Field(ge=1.0)
+    original_max_positions: int = Field(gt=0)
+    beta_fast: float = Field(default=32.0, gt=0.0)
+    beta_slow: float = Field(default=1.0, gt=0.0)
+    attention_factor: float | None = Field(default=None, gt=0.0)
+
+    def max_positions(self, own: int) -> int:
+        """Return the number of positions that the scaling is made for. `own`: that of the model without it, unused."""
+        return round(self.factor * self.original_max_positions)
+
+    def transformers_entries(self) -> dict[str, Any]:
+        """Return the entries of `rope_parameters`, except `rope_theta`."""
+        entries = {
+            "rope_type": "yarn", "factor": self.factor, "original_max_position_embeddings": self.original_max_positions,
+            "beta_fast": self.beta_fast, "beta_slow": self.beta_slow, "attention_factor": self.attention_factor,
+        }  # fmt: skip
+        return {key: value for key, value in entries.items() if value is not None}
 
 
 class Llama3RopeScaling(BaseModel):
@@ -33,6 +80,21 @@ class Llama3RopeScaling(BaseModel):
                 hint="Llama 3.1 uses low_freq_factor=1.0 and high_freq_factor=4.0",
             )
         return self
+
+    def max_positions(self, own: int) -> int:
+        """Return the number of positions that the scaling is made for. `own`: that of the model without it, unused."""
+        return round(self.factor * self.original_max_positions)
+
+    def transformers_entries(self) -> dict[str, Any]:
+        """Return the entries of `rope_parameters`, except `rope_theta`."""
+        return {
+            "rope_type": "llama3", "factor": self.factor, "low_freq_factor": self.low_freq_factor,
+            "high_freq_factor": self.high_freq_factor, "original_max_position_embeddings": self.original_max_positions,
+        }  # fmt: skip
+
+
+RopeScaling = Annotated[LinearRopeScaling | YarnRopeScaling | Llama3RopeScaling, Field(discriminator="kind")]
+"""A change of the rotary frequencies, by its `kind`."""
 
 
 class ExpertsConfig(BaseModel):
@@ -103,6 +165,11 @@ class ModelConfig(BaseModel):
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()
     init_std: float = Field(default=0.02, gt=0.0)
+
+    @property
+    def heads(self) -> tuple[int, int]:
+        """(query heads, KV heads) of every layer."""
+        return self.num_heads, self.num_kv_heads
 
     @property
     def mask_names(self) -> tuple[str, ...]:

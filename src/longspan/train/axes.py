@@ -8,6 +8,7 @@ from longspan.advise.run_shape import RunShape, stage_layers
 from longspan.comm.torchrun import local_world_size, world_size
 from longspan.model.chunks import loss_chunk
 from longspan.model.model_config import ModelConfig
+from longspan.model.transformers_config import TransformersConfig
 from longspan.names import DTYPES
 from longspan.plan.layout import slots_of
 from longspan.topology import ExpertsShape, ModelShape, Nodes, Topology
@@ -33,27 +34,39 @@ def nodes_of(config: TrainConfig, topology: Topology) -> Nodes:
     return Nodes(topology, topology.world if whole else local)
 
 
-def planner_of(config: TrainConfig, model: ModelConfig | None, topology: Topology) -> Planner:
+def planner_of(config: TrainConfig, model: ModelConfig | TransformersConfig | None, topology: Topology) -> Planner:
     """Make the planner of a run, for commands and ranks alike. Without a model: one layer with a full mask."""
     parallel = config.parallel
+    heads = None if model is None else model.heads
+    # Models of transformers reshape their tensors in ways that need a token on every rank.
+    least = 1 if isinstance(model, TransformersConfig) else None
     return Planner.with_costs(
         parallel.costs,
         ranks=parallel.cp,
         layout=parallel.layout,
         route=parallel.route,
-        heads=None if model is None else (model.num_heads // parallel.tp, model.num_kv_heads // parallel.tp),
-        head_dim=_HEAD_DIM if model is None else model.head_dim,
+        heads=None if heads is None else (heads[0] // parallel.tp, heads[1] // parallel.tp),
+        head_dim=(None if model is None else model.head_dim) or _HEAD_DIM,
         itemsize=DTYPES[config.dtype].itemsize,
         inner=parallel.inner,
         comm_dtype=parallel.comm_dtype,
-        pad_to_multiple_of=pad_to_multiple_of(config),
+        pad_to_multiple_of=pad_to_multiple_of(config) or least,
         tp=parallel.tp,
         ranks_per_node=nodes_of(config, topology).together("cp"),
-        layers={"full": 1} if model is None else Counter(model.mask_names),
+        layers={"full": 1} if model is None else layers_by_mask(model),
     )
 
 
-def run_shape(config: TrainConfig, model: ModelConfig, device_type: str = "cpu") -> RunShape:
+def layers_by_mask(model: ModelConfig | TransformersConfig) -> dict[str, int]:
+    """Return name of a mask -> number of layers that use it."""
+    if isinstance(model, ModelConfig):
+        return dict(Counter(model.mask_names))
+    from longspan.hf.mask_kinds import kinds_of_layers  # loads torch and transformers
+
+    return kinds_of_layers(model.text)
+
+
+def run_shape(config: TrainConfig, model: ModelConfig | TransformersConfig, device_type: str = "cpu") -> RunShape:
     """Return the sizes of a run on a device type ("cpu" or "cuda"), from which memory and traffic are computed."""
     topology, parallel = topology_of(config), config.parallel
     return RunShape(
@@ -99,8 +112,17 @@ def pad_to_multiple_of(config: TrainConfig) -> int | None:
     return multiple if multiple > 1 else parallel.pad_to_multiple_of
 
 
-def shape_of(model: ModelConfig) -> ModelShape:
-    """Convert a decoder's configuration to a `ModelShape`."""
+def shape_of(model: ModelConfig | TransformersConfig) -> ModelShape:
+    """Convert a decoder's configuration to a `ModelShape`. For a model of transformers only heads, layers and vocabulary."""
+    if isinstance(model, TransformersConfig):
+        heads = model.heads or (1, 1)
+        return ModelShape(
+            model.num_layers,
+            model.hidden_size,
+            *heads,
+            head_dim=model.head_dim or _HEAD_DIM,
+            vocab_size=model.vocab_size,
+        )
     experts = model.experts
     return ModelShape(
         num_layers=model.num_layers,

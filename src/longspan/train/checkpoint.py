@@ -23,11 +23,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from longspan.errors import CheckpointError, SpecError
-from longspan.model import Decoder, ModelConfig, save_pretrained
+from longspan.model import Decoder, FolderChanges, ModelConfig, TransformersConfig, save_pretrained
+from longspan.model.transformers_config import max_positions, read_entries
+from longspan.model.transformers_model import copy_beside, save_transformers
 from longspan.names import with_current_names
 from longspan.train.optim import LossScale
 from longspan.train.parallel import gather_whole
 from longspan.train.step import TrainStep
+from longspan.train.train_config import TrainConfig
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -50,7 +53,7 @@ def save(run_dir: Path, step: TrainStep, progress: Progress) -> Path:
         record = {
             **asdict(progress),
             "loss_scale": asdict(step.scale),
-            "model": step.model_config.model_dump(mode="json"),
+            "model": _described(step.model_config),
         }
         (scratch / "run.json").write_text(json.dumps(record, indent=1))
         scratch.rename(folder)
@@ -112,11 +115,15 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
-def check_model(folder: Path, record: dict[str, Any], config: ModelConfig) -> None:
+def check_model(folder: Path, record: dict[str, Any], config: ModelConfig | TransformersConfig) -> None:
     """Raise `CheckpointError` naming the values in which the saved model configuration differs from `config`."""
-    saved, here = record["model"], config.model_dump(mode="json")
+    saved, here = record["model"], _described(config)
+    # Another version of transformers may have entries that the saved configuration lacks.
+    compared = [key for key in here if isinstance(config, ModelConfig) or key in saved or key == "model_type"]
     differing = [
-        f"{key} is {saved.get(key)} in the checkpoint, {here[key]} here" for key in here if saved.get(key) != here[key]
+        f"{key} is {saved.get(key)} in the checkpoint, {here[key]} here"
+        for key in compared
+        if saved.get(key) != here[key]
     ]
     if differing:
         raise CheckpointError(
@@ -125,8 +132,15 @@ def check_model(folder: Path, record: dict[str, Any], config: ModelConfig) -> No
         )
 
 
-def check_export(config: ModelConfig) -> None:
-    """Raise `SpecError` for a model that a Hugging Face Llama folder cannot represent."""
+def _described(model: ModelConfig | TransformersConfig) -> dict[str, Any]:
+    """Return the values that determine a model, for the record of a checkpoint."""
+    return model.model_dump(mode="json") if isinstance(model, ModelConfig) else model.entries()
+
+
+def check_export(config: ModelConfig | TransformersConfig) -> None:
+    """Raise `SpecError` for a decoder that a Hugging Face Llama folder cannot represent."""
+    if isinstance(config, TransformersConfig):
+        return
     if config.qk_norm or set(config.mask_names) != {"full"} or config.experts is not None:
         beyond = f"qk_norm={config.qk_norm}, windows={config.windows}"
         if config.experts is not None:
@@ -138,16 +152,34 @@ def check_export(config: ModelConfig) -> None:
 
 
 def export(run_dir: Path, step: TrainStep) -> Path:
-    """Gather the weights on rank 0 and write a Hugging Face folder, which replaces an older folder. Collective."""
+    """Gather the weights on rank 0 and write a Hugging Face folder, which replaces an older folder. Collective.
+
+    Special tokens, tokenizer, chat template and defaults of generation are those of `init_from`; a tokenizer given by
+    `data.tokenizer` replaces that of the folder.
+    """
     whole = gather_whole(step.stages, step.meshes)
-    folder = run_dir / "model"
+    folder, model, config = run_dir / "model", step.model_config, step.config
     if dist.get_rank() == 0:
         scratch = folder.with_suffix(".partial")
         shutil.rmtree(scratch, ignore_errors=True)
-        with torch.device("meta"):
-            shape = Decoder(step.model_config)
-        save_pretrained(shape, scratch, state_dict=whole)
+        if isinstance(model, TransformersConfig):
+            save_transformers(model, whole, scratch, longest=config.data.seq_len)
+        else:
+            with torch.device("meta"):
+                shape = Decoder(model)
+            save_pretrained(shape, scratch, state_dict=whole, extra=_carried(config))
+        for source in (config.init_from, None if config.data.tokenizer == "bytes" else Path(config.data.tokenizer)):
+            copy_beside(source, scratch)
         shutil.rmtree(folder, ignore_errors=True)
         scratch.rename(folder)
     dist.barrier()
     return folder
+
+
+def _carried(config: TrainConfig) -> dict[str, Any]:
+    """Return the entries of an exported config.json that a `ModelConfig` lacks: special tokens and maximal positions."""
+    source = {} if config.init_from is None else read_entries(config.init_from)
+    tokens = {key: source[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in source}
+    changes = config.model if isinstance(config.model, FolderChanges) else FolderChanges()
+    longest = max_positions(source.get("max_position_embeddings") or 0, changes, config.data.seq_len)
+    return tokens | {"max_position_embeddings": longest}

@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from longspan.model.model_config import ModelConfig
+from longspan.model.transformers_config import TransformersConfig
 from longspan.names import DTYPES
 
 PEAKS: dict[tuple[str, ...], tuple[float, float]] = {
@@ -50,18 +51,18 @@ class Speed:
     tokens_per_second: float
     tokens_per_second_per_device: float
     tflops: float
-    """TFLOP/s per device, with attention on visible pairs only."""
+    """TFLOP/s per device, with attention on visible pairs only. NaN for a model whose heads the configuration does not give."""
     tflops_full: float
     """TFLOP/s per device as if every token attended to `seq_len` tokens, for comparison with published figures."""
     mfu: float | None
-    """`tflops` / peak of the device. None for a device outside `PEAKS`."""
+    """`tflops` / peak of the device. None for a device outside `PEAKS`, or if `tflops` is NaN."""
 
 
 @dataclass(frozen=True)
 class Meter:
     """Converts tokens, visible pairs and seconds of a run to a `Speed`."""
 
-    model: ModelConfig
+    model: ModelConfig | TransformersConfig
     seq_len: int
     devices: int
     peak: float | None
@@ -78,12 +79,19 @@ class Meter:
             tokens_per_second_per_device=_over(tokens, each),
             tflops=_over(done / 1e12, each),
             tflops_full=_over(full / 1e12, each),
-            mfu=None if self.peak is None else _over(done, each * self.peak),
+            mfu=None if self.peak is None or math.isnan(done) else _over(done, each * self.peak),
         )
 
 
-def step_flops(model: ModelConfig, tokens: int, pairs: int) -> int:
-    """Return the FLOPs of forward and backward on all devices together. `pairs`: visible pairs, summed over layers."""
+def step_flops(model: ModelConfig | TransformersConfig, tokens: int, pairs: int) -> float:
+    """Return the FLOPs of forward and backward on all devices together. `pairs`: visible pairs, summed over layers.
+
+    NaN for a model of transformers whose configuration does not give one number of heads and one head dim.
+    """
+    if isinstance(model, TransformersConfig):
+        if model.heads is None or model.head_dim is None:
+            return math.nan
+        return 6 * model.multiplying_parameters * tokens + 12 * model.heads[0] * model.head_dim * pairs
     return 6 * multiplying_parameters(model) * tokens + 12 * model.num_heads * model.head_dim * pairs
 
 

@@ -3,7 +3,6 @@
 Batch -> masks, layout and plans -> shard over cp -> under sp, shard tokens and routing over tp
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,10 @@ from longspan.cp.upipe import Projections, Transform
 from longspan.data import Batch
 from longspan.model import Attend, Routing, SelfAttention, WholeLayer, count_targets
 from longspan.model.model_config import ExpertsConfig, ModelConfig
+from longspan.model.transformers_config import TransformersConfig
 from longspan.names import window_of
 from longspan.plan import Mask
+from longspan.train.axes import layers_by_mask
 from longspan.train.train_config import TrainConfig
 
 Tensor = torch.Tensor
@@ -117,9 +118,13 @@ def projections_of(layer: SelfAttention, rotate: Transform) -> Projections:
     )  # fmt: skip
 
 
-def visible_pairs(batch: Batch, model: ModelConfig) -> int:
+def visible_pairs(batch: Batch, model: ModelConfig | TransformersConfig) -> int:
     """Number of visible (query, key) pairs of a micro-batch, summed over all layers and counted once over all ranks."""
-    layers = Counter(model.mask_names)
+    layers = layers_by_mask(model)
+    if isinstance(model, TransformersConfig):
+        from longspan.hf.mask_kinds import mask_of  # loads transformers, which a decoder of longspan does not need
+
+        return sum(number * mask_of(kind, batch.lengths).area for kind, number in layers.items())
     return sum(layers[name] * mask.area for name, mask in masks_of(batch, tuple(layers)).items())
 
 

@@ -16,33 +16,40 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from longspan.comm.meshes import Meshes
-from longspan.model import Decoder, MixtureOfExperts, apply_expert_parallel, apply_tensor_parallel
+from longspan.model import Decoder, MixtureOfExperts, TransformersConfig, apply_expert_parallel, apply_tensor_parallel
+from longspan.model.transformers_model import blocks_of
 from longspan.names import DTYPES
 from longspan.train.axes import stages_of
-from longspan.train.model import TORCH_DTYPES, first_weights, meta_model
+from longspan.train.model import TORCH_DTYPES, empty_transformers, first_weights, meta_model
 from longspan.train.train_config import TrainConfig, model_config
+from longspan.train.transformers_micro import with_longspan
 
 
 def make_stages(config: TrainConfig, meshes: Meshes) -> list[nn.Module]:
     """Make this rank's wrapped stages with their initial weights: stages pp_rank, pp_rank + pp, ..."""
-    layers = stages_of(config, model_config(config))[meshes.data["pp"].get_local_rank() :: meshes.topology.pp]
+    shape = model_config(config)
+    if isinstance(shape, TransformersConfig):
+        return [wrap(with_longspan(empty_transformers(config, shape), config.data.seq_len), meshes, config)]
+    layers = stages_of(config, shape)[meshes.data["pp"].get_local_rank() :: meshes.topology.pp]
     return [wrap(meta_model(config, part), meshes, config) for part in layers]
 
 
-def wrap(model: Decoder, meshes: Meshes, config: TrainConfig) -> nn.Module:
+def wrap(model: nn.Module, meshes: Meshes, config: TrainConfig) -> nn.Module:
     """Shard a model on the meta device over the ranks, allocate it and set its initial weights.
 
     Compiles the `forward` of each decoder block, inside the wrapper's hooks. FSDP2 sums gradients over ranks, DDP averages them.
+    Collective over the world.
     """
     device = torch.device(meshes.weights.device_type)
-    if meshes.topology.tp > 1:
+    blocks: Sequence[nn.Module] = model.blocks if isinstance(model, Decoder) else blocks_of(model)
+    if isinstance(model, Decoder) and meshes.topology.tp > 1:
         apply_tensor_parallel(model, meshes.weights["tp"], sequence=config.parallel.sp)
-    if meshes.topology.ep > 1:
+    if isinstance(model, Decoder) and meshes.topology.ep > 1:
         apply_expert_parallel(model, meshes.experts["ep"])
-    for block in model.blocks if config.compile else ():
-        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)  # type: ignore[method-assign]
+    for block in blocks if config.compile else ():
+        block.forward = torch.compile(block.forward, fullgraph=True, dynamic=False)
     if config.parallel.wrapper == "fsdp":
-        shard_weights(model, meshes, config)
+        shard_weights(model, blocks, meshes, config)
     model.to_empty(device=device)
     first_weights(model, config)
     if config.parallel.wrapper == "ddp":
@@ -50,7 +57,7 @@ def wrap(model: Decoder, meshes: Meshes, config: TrainConfig) -> nn.Module:
     return model
 
 
-def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
+def shard_weights(model: nn.Module, blocks: Sequence[nn.Module], meshes: Meshes, config: TrainConfig) -> None:
     """Apply FSDP2: one unit per block, and one for the experts of each block, which have a separate mesh."""
     low = TORCH_DTYPES[config.dtype] if DTYPES[config.dtype].mixed else None
     policy = MixedPrecisionPolicy(
@@ -60,9 +67,10 @@ def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
     # Zero-bubble computes weight gradients in a later pass. A unit that reshards would have freed the weights before this pass.
     kept = config.parallel.schedule == "zero-bubble"
     shard = partial(fully_shard, mp_policy=policy, reshard_after_forward=False if kept else None)
-    for block in model.blocks:
-        if isinstance(block.mlp, MixtureOfExperts):
-            shard(block.mlp.experts, mesh=meshes.experts["edp"])
+    for block in blocks:
+        feed_forward = getattr(block, "mlp", None)
+        if isinstance(feed_forward, MixtureOfExperts):
+            shard(feed_forward.experts, mesh=meshes.experts["edp"])
         shard(block, mesh=shards)
     shard(model, mesh=shards)
     for unit in model.modules():
@@ -72,10 +80,16 @@ def shard_weights(model: Decoder, meshes: Meshes, config: TrainConfig) -> None:
             unit.set_force_sum_reduction_for_comms(True)
 
 
-def decoder_of(module: nn.Module) -> Decoder:
+def model_of(stage: nn.Module) -> nn.Module:
+    """Return the model of a stage, without its DDP wrapper."""
+    return stage.module if isinstance(stage, DistributedDataParallel) else stage
+
+
+def decoder_of(stage: nn.Module) -> Decoder:
     """Return the decoder of a stage, without its DDP wrapper."""
-    inner: Decoder = module.module if isinstance(module, DistributedDataParallel) else module  # type: ignore[assignment]
-    return inner
+    decoder = model_of(stage)
+    assert isinstance(decoder, Decoder), "the run has a decoder of longspan"
+    return decoder
 
 
 def is_owner(parameter: Tensor, meshes: Meshes) -> bool:
@@ -133,7 +147,7 @@ def gather_whole(stages: Sequence[nn.Module], meshes: Meshes, *, gradients: bool
 def _held(stages: Sequence[nn.Module], gradients: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, parameter) of this rank's stages, or (name, gradient) where a gradient exists."""
     for stage in stages:
-        for name, parameter in decoder_of(stage).named_parameters():
+        for name, parameter in model_of(stage).named_parameters():
             tensor = parameter.grad if gradients else parameter.detach()
             if tensor is not None:
                 yield name, tensor

@@ -17,17 +17,20 @@ from longspan.comm.torchrun import local_ranks, under_torchrun
 from longspan.comm.traffic import record
 from longspan.data import TokenStore, eval_batches, open_store, unigram_entropy
 from longspan.errors import CheckpointError, DivergedError, SpecError
+from longspan.model import TransformersConfig
 from longspan.train import checkpoint
 from longspan.train.axes import nodes_of, run_shape, topology_of
 from longspan.train.flops import Meter, Speed, peak_flops
 from longspan.train.memory.preflight import preflight, tell
 from longspan.train.memory.start_table import Start, degrees
+from longspan.train.memory.transformers_budget import transformers_budget
 from longspan.train.micro import visible_pairs
 from longspan.train.monitor import Monitor
 from longspan.train.parallel import make_stages
 from longspan.train.run_loader import make_loader
 from longspan.train.step import StepResult, TrainStep, check_plan
 from longspan.train.train_config import TrainConfig, model_config
+from longspan.train.transformers_micro import probe_model
 from longspan.train.usage import Balance, BalanceWatch, gather_usage, measure, pairs_of_step
 
 
@@ -97,7 +100,10 @@ def reckon(config: TrainConfig, store: TokenStore) -> Start:
 
 def expected(config: TrainConfig) -> Budget:
     """Return the expected memory of each rank on the device of the run."""
-    return budget_of(run_shape(config, model_config(config), device_type(config.parallel.device)))
+    model, device = model_config(config), device_type(config.parallel.device)
+    if isinstance(model, TransformersConfig):
+        return transformers_budget(config, model, device)
+    return budget_of(run_shape(config, model, device))
 
 
 def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) -> TokenStore:
@@ -106,6 +112,7 @@ def prepare(config: TrainConfig, progress: Callable[[int], None] | None = None) 
     Raises `SpecError`, `DataError` or `CheckpointError`.
     """
     check_plan(config, model_config(config))
+    probe_model(config, model_config(config))
     store = prepare_corpus(config, progress)
     folder = checkpoint.newest(config.run_dir)
     if config.export:

@@ -22,16 +22,17 @@ from longspan.comm.transport import transport_of
 from longspan.cp.context import ContextParallel
 from longspan.data import Batch
 from longspan.errors import SpecError
-from longspan.model import ModelConfig, mean_loss_scale
+from longspan.model import Decoder, ModelConfig, TransformersConfig, mean_loss_scale
 from longspan.plan import head_stages
 from longspan.topology import check_model
 from longspan.train.axes import nodes_of, pad_to_multiple_of, planner_of, shape_of, stages_per_rank, topology_of
 from longspan.train.micro import Micro, make_micro, masks_of
 from longspan.train.model import TORCH_DTYPES
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
-from longspan.train.parallel import decoder_of, is_owner
+from longspan.train.parallel import is_owner, model_of
 from longspan.train.pipeline import Pipeline
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
+from longspan.train.transformers_micro import check_transformers, run_transformers
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class StepResult:
     skipped: bool
     """Whether the optimizer step was skipped because the gradient norm is not finite."""
     balance_loss: float | None = None
-    """Balance loss of the experts, per token of the global batch. None for a model without a balance loss."""
+    """Balance loss of the experts, per token of the global batch. None for a model without a balance loss.
+    For transformers: the router's load-balancing loss with its coefficient, averaged over micro-batches by tokens."""
 
 
 class TrainStep:
@@ -56,8 +58,8 @@ class TrainStep:
 
     def __init__(self, stages: Sequence[nn.Module], meshes: Meshes, config: TrainConfig) -> None:
         self.stages, self.meshes, self.config = list(stages), meshes, config
-        self.model_config = decoder_of(self.stages[0]).config
-        self.names = tuple(dict.fromkeys(self.model_config.mask_names))
+        first = model_of(self.stages[0])
+        self.model_config = first.config if isinstance(first, Decoder) else model_config(config)
         self.cp = make_context(config, self.model_config, meshes)
         self.device = torch.device(meshes.data.device_type)
         self.optimizers = [make_optimizer(stage, config.optim) for stage in self.stages]
@@ -82,9 +84,12 @@ class TrainStep:
 
     def update(self, rate: float) -> float:
         """Clip the global gradient, step the optimizers, and return the norm before clipping. Collective."""
-        named = [(stage, *pair) for stage in self.stages for pair in decoder_of(stage).named_parameters()]
+        named = [(stage, *pair) for stage in self.stages for pair in model_of(stage).named_parameters()]
         missed = [name for _, name, p in named if p.requires_grad and p.grad is None]
-        assert not missed, f"parameters without a gradient: {missed}"
+        # A model of transformers may have parameters that its loss does not depend on.
+        assert not missed or isinstance(self.model_config, TransformersConfig), (
+            f"parameters without a gradient: {missed}"
+        )
         owned = [p for stage, name, p in named if is_owner(p, self.meshes) and not self._is_second(stage, name)]
         return update(self.optimizers, owned, self.scale, rate, self.config.optim.clip_norm, dist.group.WORLD)
 
@@ -106,22 +111,39 @@ class TrainStep:
         )
         factor = mean_loss_scale(targets, self._averaged) * self.scale.value
         self._balance_scale.fill_(self._averaged * self.scale.value / tokens)
-        micros = []
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        micros, total, routed = [], *torch.zeros(2, dtype=torch.float64, device=self.device)
         for index, batch in enumerate(batches):
-            micros.append(self.micro(batch))
-            if self.pipeline is None:
-                self._sync_gradients(index == len(batches) - 1 or not self.config.parallel.defer_reduction)
+            if self.pipeline is not None:
+                micros.append(self.micro(batch))
+                continue
+            self._sync_gradients(index == len(batches) - 1 or not self.config.parallel.defer_reduction)
+            if isinstance(self.model_config, TransformersConfig):
+                loss_sum, balance = self._run_transformers(batch)
+                (loss_sum * factor + balance * self._balance_scale).backward()
+                routed = routed + balance.detach()
+            else:
+                micros.append(self.micro(batch))
                 loss_sum = self.stages[0](micros[-1].input_ids, **micros[-1].keywords)
                 (loss_sum * factor).backward()
-                total += loss_sum.detach().double()
+            total = total + loss_sum.detach().double()
         if self.pipeline is not None:
             total = self.pipeline.run(micros, factor)
-        return self._mean(total, targets), targets, tokens, self._balance_loss(micros, tokens)
+        return self._mean(total, targets), targets, tokens, self._balance_loss(micros, routed, tokens)
+
+    def _run_transformers(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (sum of this rank's token losses, its share of the router loss times coefficient and tokens)."""
+        assert isinstance(self.model_config, TransformersConfig), "the model of the run is of transformers"
+        passed = run_transformers(self.cp, self.stages[0], batch)
+        self.own_targets += passed.num_targets
+        if passed.router_loss is None or not self.model_config.router_loss:
+            return passed.loss_sum, torch.zeros((), device=self.device)
+        return passed.loss_sum, passed.router_loss * (self.model_config.router_loss * batch.seq_len)
 
     def micro(self, batch: Batch) -> Micro:
         """Return this rank's part of a micro-batch. Collective over the CP group."""
-        with self.cp.sequence(masks_of(batch, self.names), ids=batch.digest()) as sequence:
+        assert isinstance(self.model_config, ModelConfig), "the model of the run is a decoder of longspan"
+        names = tuple(dict.fromkeys(self.model_config.mask_names))
+        with self.cp.sequence(masks_of(batch, names), ids=batch.digest()) as sequence:
             micro = make_micro(
                 batch, sequence, self.meshes, self.config, self.model_config.experts, self._balance_scale
             )
@@ -139,7 +161,10 @@ class TrainStep:
         (targets,) = self._sum_over_dp([sum(batch.num_targets for batch in rows)])
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         with self._evaluating():
-            if self.pipeline is None:
+            if isinstance(self.model_config, TransformersConfig):
+                for row in rows:
+                    total += self._run_transformers(row)[0].double()
+            elif self.pipeline is None:
                 for micro in map(self.micro, rows):
                     total += self.stages[0](micro.input_ids, **micro.keywords).double()
             else:
@@ -165,7 +190,12 @@ class TrainStep:
         dist.all_reduce(total)
         return float(total) / targets if targets else 0.0
 
-    def _balance_loss(self, micros: Sequence[Micro], tokens: int) -> float | None:
+    def _balance_loss(self, micros: Sequence[Micro], routed: torch.Tensor, tokens: int) -> float | None:
+        if isinstance(self.model_config, TransformersConfig):
+            if not self.model_config.router_loss:
+                return None
+            dist.all_reduce(routed)
+            return float(routed) / tokens
         experts = self.model_config.experts
         if experts is None or not experts.balance:
             return None
@@ -193,10 +223,11 @@ class TrainStep:
 
     def _is_second(self, stage: nn.Module, name: str) -> bool:
         """Whether this is the last stage's duplicate of a tied embedding."""
-        return name == "embed_tokens.weight" and 0 not in decoder_of(stage).part
+        decoder = model_of(stage)
+        return isinstance(decoder, Decoder) and name == "embed_tokens.weight" and 0 not in decoder.part
 
 
-def make_context(config: TrainConfig, model: ModelConfig, meshes: Meshes) -> ContextParallel:
+def make_context(config: TrainConfig, model: ModelConfig | TransformersConfig, meshes: Meshes) -> ContextParallel:
     """Make the context parallelism of a run from its configuration, model and meshes."""
     planner = planner_of(config, model, meshes.topology)
     return ContextParallel.by(meshes.data["cp"], planner, config.parallel.kernel)
@@ -214,9 +245,11 @@ def make_pipeline(step: TrainStep, config: TrainConfig) -> Pipeline:
     return Pipeline(step.stages, step.meshes, parallel.schedule, config.gradient_accumulation_steps, ids, hidden)
 
 
-def check_plan(config: TrainConfig, model: ModelConfig) -> None:
+def check_plan(config: TrainConfig, model: ModelConfig | TransformersConfig) -> None:
     """Raise `SpecError` if model, degrees, route and schedule do not fit together. Needs no process group."""
     parallel, topology = config.parallel, topology_of(config)
+    if isinstance(model, TransformersConfig):
+        check_transformers(config, model)
     check_model(
         topology, shape_of(model), route=parallel.route, inner=parallel.inner, sp=parallel.sp,
         gradient_accumulation_steps=config.gradient_accumulation_steps, schedule=parallel.schedule,

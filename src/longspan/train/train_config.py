@@ -6,11 +6,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from longspan.data.data_config import DataConfig
 from longspan.errors import SpecError
 from longspan.model.model_config import ModelConfig
+from longspan.model.transformers_config import FolderChanges, TransformersConfig, read_transformers_config
 from longspan.names import AUTO, BALANCED, COMM_DTYPES, DTYPES, KERNELS, LAYOUTS, RENAMED, ROUTES, check_name
 
 Positive = Annotated[int, Field(ge=1)]
@@ -20,6 +21,19 @@ LayoutName = Annotated[str, AfterValidator(partial(check_name, "layout", known=L
 RouteName = Annotated[str, AfterValidator(partial(check_name, "route", known=(AUTO, *ROUTES)))]
 CommDtype = Annotated[str, AfterValidator(partial(check_name, "comm_dtype", known=COMM_DTYPES))]
 KernelName = Annotated[str, AfterValidator(partial(check_name, "kernel", known=(AUTO, *KERNELS)))]
+
+
+def _model_section(value: Any) -> Any:
+    """Make the record that a [model] section is, by its keys."""
+    if not isinstance(value, dict):
+        return value
+    if "model_type" in value:
+        return TransformersConfig.model_validate(value)
+    changes = bool(value) and value.keys() <= FolderChanges.model_fields.keys()
+    return (FolderChanges if changes else ModelConfig).model_validate(value)
+
+
+ModelSection = Annotated[ModelConfig | TransformersConfig | FolderChanges, BeforeValidator(_model_section)]
 
 
 class _Record(BaseModel):
@@ -120,10 +134,11 @@ class TrainConfig(_Record):
     """The configuration of a run. `longspan train --help` shows how to set a value."""
 
     data: DataConfig
-    model: ModelConfig | None = None
-    """The decoder, with random initial weights. Exactly one of `model` and `init_from` is required."""
+    model: ModelSection | None = None
+    """The model, with random initial weights: a decoder of longspan, or with `model_type` and `config` a model of transformers.
+    Beside `init_from`: changes of the folder's model. One of `model` and `init_from` is required."""
     init_from: Path | None = None
-    """Hugging Face Llama folder with the initial weights."""
+    """Hugging Face folder with the initial weights, of any causal language model."""
     parallel: ParallelConfig = ParallelConfig()
     optim: OptimConfig = OptimConfig()
     run_dir: Path = Path("runs/default")
@@ -172,11 +187,16 @@ class TrainConfig(_Record):
 
     @model_validator(mode="after")
     def _check(self) -> "TrainConfig":
-        starts = [self.model is not None, self.init_from is not None]
+        starts = [self.model is not None and not isinstance(self.model, FolderChanges), self.init_from is not None]
         if all(starts) or (self._needs_model and not any(starts)):
             raise SpecError(
-                "both model and init_from are given" if self.model else "neither model nor init_from is given",
+                "both model and init_from are given" if all(starts) else "neither model nor init_from is given",
                 hint="give [model] to start from random weights, or init_from to start from a folder",
+            )
+        if isinstance(self.model, FolderChanges) and self.init_from is None:
+            raise SpecError(
+                f"[model] has only {', '.join(sorted(self.model.model_fields_set))}, and init_from is not given",
+                hint="give the sizes of the model too, or init_from to change the model of a folder",
             )
         if self.parallel.wrapper == "ddp" and DTYPES[self.dtype].mixed:
             raise SpecError(
@@ -206,7 +226,7 @@ class TrainConfig(_Record):
                 f"compile=true with parallel.tp={self.parallel.tp}, parallel.pp={self.parallel.pp} is not supported",
                 hint="set compile=false, or parallel.tp=1 and parallel.pp=1",
             )
-        if self.compile and self.model is not None and self.model.experts is not None:
+        if self.compile and isinstance(self.model, ModelConfig) and self.model.experts is not None:
             raise SpecError(
                 "compile=true with experts is not supported: the number of rows of each expert is read on the host",
                 hint="set compile=false",
@@ -252,14 +272,19 @@ class PackConfig(TrainConfig):
     _needs_model: ClassVar[bool] = False
 
 
-def model_config(config: TrainConfig) -> ModelConfig:
-    """Return the decoder's configuration, from [model] or the folder `init_from`."""
-    if config.model is not None:
+def model_config(config: TrainConfig) -> ModelConfig | TransformersConfig:
+    """Return the model of a run, from [model] or the folder `init_from`: of longspan's decoder, or of transformers."""
+    if config.model is not None and not isinstance(config.model, FolderChanges):
         return config.model
     assert config.init_from is not None, "TrainConfig requires model or init_from"
-    from longspan.model import read_config  # loads torch, which a configuration with [model] does not need
+    changes = config.model or FolderChanges()
+    from longspan.model import is_served, read_config  # loads torch, which a configuration with [model] does not need
 
-    return read_config(config.init_from)
+    if changes.implementation == "transformers" or (
+        changes.implementation == "auto" and not is_served(config.init_from, changes)
+    ):
+        return read_transformers_config(config.init_from, changes)
+    return read_config(config.init_from, changes)
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

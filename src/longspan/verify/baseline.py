@@ -4,22 +4,24 @@ This module imports nothing of plan/ or cp/ (enforced by import-linter), so that
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from longspan.comm.devices import device_type
 from longspan.data import Batch, open_store
-from longspan.model import Decoder, Routing
+from longspan.model import Decoder, Routing, TransformersConfig
 from longspan.names import DTYPES, window_of
-from longspan.train.model import TORCH_DTYPES, make_model
+from longspan.train.model import TORCH_DTYPES, make_model, make_transformers
 from longspan.train.optim import LossScale, learning_rate, make_optimizer, update
 from longspan.train.run_loader import make_loader
-from longspan.train.train_config import TrainConfig
+from longspan.train.train_config import TrainConfig, model_config
 from longspan.verify.evidence import Evidence, digest_inputs, input_rows
+from longspan.verify.transformers_baseline import backward_by_document
 
 Tensor = torch.Tensor
 
@@ -36,7 +38,7 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
     torch.set_num_threads(config.parallel.threads or os.cpu_count() or 1)
     device = torch.device(device_type(config.parallel.device))
     loader = make_loader(config, open_store(config.data), dp_rank=0, dp_size=1)
-    model = make_model(config, device)
+    model, backward = _side(config, device)
     optimizer = make_optimizer(model, config.optim)
     scale = LossScale.of_dtype(config.dtype)
     losses, norms, inputs = [], [], []
@@ -45,7 +47,7 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
         targets = max(sum(batch.num_targets for batch in batches), 1)
         optimizer.zero_grad()
         factors = scale.value / targets, scale.value / sum(batch.seq_len for batch in batches)
-        loss = sum(_backward(model, batch, config, *factors) for batch in batches)
+        loss = sum(backward(batch, *factors) for batch in batches)
         if step == 0:
             named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
             Evidence.write_gradients(gradients, {name: grad / scale.value for name, grad in named.items()})
@@ -55,6 +57,16 @@ def run_baseline(config: TrainConfig, steps: int, gradients: Path) -> Evidence:
         given = [batch.tensors() for batch in batches]
         inputs.append(digest_inputs(input_rows(x["input_ids"], x["position_ids"], x["labels"]) for x in given))
     return Evidence(losses, norms, inputs, gradients)
+
+
+def _side(config: TrainConfig, device: torch.device) -> tuple[nn.Module, Callable[[Batch, float, float], float]]:
+    """Return (the model of the run, what accumulates the gradients of a row in it)."""
+    shape = model_config(config)
+    if isinstance(shape, TransformersConfig):
+        model = make_transformers(config, shape).to(device)
+        return model, lambda batch, *factors: backward_by_document(model, batch, shape, config.dtype, *factors)
+    decoder = make_model(config, device)
+    return decoder, lambda batch, *factors: _backward(decoder, batch, config, *factors)
 
 
 def _backward(model: Decoder, batch: Batch, config: TrainConfig, factor: float, balance: float) -> float:

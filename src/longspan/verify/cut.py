@@ -4,9 +4,11 @@ The cut keeps all that CP affects: hidden size, heads, vocabulary, every kind of
 It removes repetitions: layers with the same mask, and tokens beyond the number that each window needs to mask some.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from longspan.errors import SpecError
+from longspan.model import ModelConfig, TransformersConfig
 from longspan.train.train_config import TrainConfig, model_config
 from longspan.verify.verify_config import VerifyConfig
 
@@ -30,7 +32,7 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
                 f"{name}={asked} cuts nothing: the run has {there} {name}",
                 hint=f"give at most {there}, or leave {name} out",
             )
-    windows = model.windows or (None,) * model.num_layers
+    windows = _windows(model)
     if cases.layers is not None and cases.layers < model.num_layers:
         kinds = tuple(dict.fromkeys(windows))
         if cases.layers < len(kinds):
@@ -41,9 +43,7 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
         first = [windows.index(window) for window in kinds]
         others = [layer for layer in range(model.num_layers) if layer not in first]
         kept = sorted((first + others)[: cases.layers])
-        own = [windows[layer] for layer in kept] if model.windows else ()
-        changed = {**model.model_dump(), "num_layers": cases.layers, "windows": own}
-        values |= {"model": type(model).model_validate(changed), "init_from": None}
+        values |= {"model": _with_layers(model, kept), "init_from": None}
     if cases.tokens is not None and cases.tokens < config.data.seq_len:
         hidden = [window for window in windows if window is not None and cases.tokens <= window < config.data.seq_len]
         if hidden:
@@ -56,6 +56,35 @@ def cut(config: TrainConfig, cases: VerifyConfig) -> TrainConfig:
             data["fit"]["buckets"] = [bucket for bucket in data["fit"]["buckets"] if bucket < cases.tokens]
         values["data"] = type(config.data).model_validate(data)
     return type(config).model_validate(values)
+
+
+def _windows(model: ModelConfig | TransformersConfig) -> tuple[int | None, ...]:
+    """Return the window of each layer, or the length of its chunks; None for full attention."""
+    if isinstance(model, ModelConfig):
+        return model.windows or (None,) * model.num_layers
+    sizes = {
+        "sliding": getattr(model.text, "sliding_window", None),
+        "chunk": getattr(model.text, "attention_chunk_size", None),
+    }
+    kinds = getattr(model.text, "layer_types", None)
+    if not kinds:
+        used = getattr(model.text, "use_sliding_window", True)
+        return (sizes["sliding"] if used else None,) * model.num_layers
+    return tuple(next((size for word, size in sizes.items() if word in kind), None) for kind in kinds)
+
+
+def _with_layers(model: ModelConfig | TransformersConfig, kept: Sequence[int]) -> ModelConfig | TransformersConfig:
+    """Return the model with only the layers `kept`."""
+    if isinstance(model, ModelConfig):
+        own = [model.windows[layer] for layer in kept] if model.windows else ()
+        return ModelConfig.model_validate({**model.model_dump(), "num_layers": len(kept), "windows": own})
+    entries = model.entries()
+    by_layer = {
+        key: [value[layer] for layer in kept]
+        for key, value in entries.items()
+        if isinstance(value, list) and len(value) == model.num_layers
+    }
+    return TransformersConfig(model_type=model.model_type, config=entries | by_layer | {"num_hidden_layers": len(kept)})
 
 
 def describe_cut(config: TrainConfig, cases: VerifyConfig) -> dict[str, tuple[int, int]]:

@@ -36,8 +36,11 @@ def run_replay(config: TrainConfig, meshes: Meshes, steps: int, gradients: Path)
     given: list[npt.NDArray[np.int64]] = []
 
     def note(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        (ids,) = arguments
-        given.append(input_rows(ids, keywords["position_ids"], keywords["labels"]))
+        (ids,) = arguments or (keywords["input_ids"],)
+        positions = keywords["position_ids"]
+        if "attention_mask" in keywords:  # transformers: 0 in padding slots
+            positions = positions.masked_fill(keywords["attention_mask"] == 0, -1)
+        given.append(input_rows(ids, positions, keywords["labels"]))
 
     place = meshes.topology.coordinates(dist.get_rank())
     if place["tp"] == place["pp"] == 0:  # all ranks of a TP or PP group get the same inputs

@@ -11,6 +11,7 @@ from longspan.train.axes import topology_of
 from longspan.train.run import check_ranks, prepare_corpus
 from longspan.train.step import check_plan
 from longspan.train.train_config import TrainConfig, model_config
+from longspan.train.transformers_micro import probe_model
 from longspan.verify.baseline import run_baseline
 from longspan.verify.cut import cut
 from longspan.verify.evidence import Evidence
@@ -41,6 +42,7 @@ def verify(config: TrainConfig, cases: VerifyConfig, told: Callable[[str], None]
     for replay in replays:
         check_plan(replay, model_config(replay))
         check_ranks(replay)
+    probe_model(config, model_config(config))
     prepare_corpus(config)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder:

@@ -116,7 +116,9 @@ def _memory(budget: Budget) -> str:
     size, unit = byte_unit(stage.total)
     state = stage.parameters + stage.gradients + stage.moments
     amounts = {"weights, gradients, moments": state, "activations": stage.activations, "total": stage.total}
-    return f"expected, {unit}: {'; '.join(f'{name} {_amount(amount / size)}' for name, amount in amounts.items())}"
+    return (
+        f"expected, {unit}: {'; '.join(f'{name} {_amount(_over(amount, size))}' for name, amount in amounts.items())}"
+    )
 
 
 def _stages(budget: Budget) -> Table:
@@ -128,11 +130,15 @@ def _stages(budget: Budget) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     for stage in budget.stages:
         place = [str(stage.pp_rank), short_ranks(stage.layers)] if piped else []
-        table.add_row(*place, *(_amount(amount / size) for amount in _sizes(stage).values()))
+        table.add_row(*place, *(_amount(_over(amount, size)) for amount in _sizes(stage).values()))
     return table
 
 
-def _sizes(stage: StageBudget) -> dict[str, int]:
+def _over(amount: int | None, size: int) -> float | None:
+    return None if amount is None else amount / size
+
+
+def _sizes(stage: StageBudget) -> dict[str, int | None]:
     """Return the bytes of a rank by column of the table."""
     return {
         "weights": stage.parameters, "gradients": stage.gradients, "moments": stage.moments,
@@ -141,8 +147,10 @@ def _sizes(stage: StageBudget) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _amount(number: float) -> str:
-    """Format with three significant digits."""
+def _amount(number: float | None) -> str:
+    """Format with three significant digits. None is unknown."""
+    if number is None:
+        return "unknown"
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
