@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from longspan.errors import SpecError
+from longspan.model import FolderChanges
 from longspan.train.train_config import TrainConfig, load_config
 
 TEXT = """
@@ -203,6 +204,8 @@ def test_an_old_key_is_told_the_new_one(file: Path, override: str, told: str) ->
 
 def test_combinations_that_are_allowed(file: Path) -> None:
     assert load_config(file, ["model=none", "init_from=weights"]).init_from == Path("weights")
+    changed = load_config(file, ["model=none", "init_from=weights", "model.rope_theta=500000"]).model
+    assert changed == FolderChanges(rope_theta=500000.0)
     assert load_config(file, ["parallel.wrapper=ddp", "dtype=fp64"]).dtype == "fp64"
     assert load_config(file, ["optim.warmup_steps=10"]).optim.warmup_steps == 10
 

@@ -8,6 +8,7 @@ import copy
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ def save_transformers(model: TransformersConfig, weights: Mapping[str, Tensor], 
     text = whole.config.get_text_config()
     if (own := getattr(text, "max_position_embeddings", None)) is not None:
         text.max_position_embeddings = max_positions(own, model, longest)
-    with warnings.catch_warnings():
+    with _without_bars(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole.save_pretrained(path)
 
@@ -141,14 +142,29 @@ def _auto() -> Any:
     return AutoModelForCausalLM
 
 
+@contextmanager
+def _without_bars() -> Iterator[None]:
+    """Switch off the progress bars of transformers inside the block: a run has its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def _read(model: TransformersConfig) -> Any:
-    built, found = _auto().from_pretrained(
-        model.folder,
-        config=copy.deepcopy(model.resolved),
-        dtype=torch.float32,
-        local_files_only=True,
-        output_loading_info=True,
-    )
+    with _without_bars():
+        built, found = _auto().from_pretrained(
+            model.folder,
+            config=copy.deepcopy(model.resolved),
+            dtype=torch.float32,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     for what in ("missing", "unexpected", "mismatched"):
         if names := sorted(map(str, found[f"{what}_keys"])):
             raise SpecError(

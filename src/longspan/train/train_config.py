@@ -332,6 +332,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
             f"--set {override!r} is not of the form section.key=value", hint="write it as --set parallel.cp=2"
         )
     for section in sections:
+        if values.get(section, {}) is None:  # set to none by an earlier override
+            values[section] = {}
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise SpecError(
