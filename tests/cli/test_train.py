@@ -437,14 +437,15 @@ def test_torchrun_and_own_ranks_reach_the_same_loss(
 
 
 @pytest.mark.slow
-def test_torchrun_with_another_world_is_refused_on_every_rank(folder: Path, tmp_path: Path) -> None:
+def test_torchrun_with_another_world_is_refused_before_a_run_begins(folder: Path, tmp_path: Path) -> None:
     torchrun = [BIN / "torchrun", "--standalone", "--nproc-per-node", 2, "-m", "longspan.cli.main"]
     changes = ["--set", "parallel.cp=3", "--set", f"run_dir={tmp_path}/run"]
     with own_process(*torchrun, "train", folder / "run.toml", *changes) as under:
         out, err = under.communicate(timeout=300)
     assert under.returncode != 0
     assert out == ""
-    assert err.count("error: cp 3 does not divide a world of 2 ranks") == 2
+    # torchrun ends the other ranks a tenth of a second after the first failure.
+    assert err.count("error: cp 3 does not divide a world of 2 ranks") in (1, 2)
     assert not (tmp_path / "run").exists()
 
 

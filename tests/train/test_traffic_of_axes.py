@@ -90,7 +90,7 @@ def planned_bytes(step: Any, batches: list[Batch]) -> int:
     """What the plans of all layers and micro-batches say that this rank sends."""
     total, model = 0, step.model_config
     for batch in batches:
-        _, plans = step.cp.plans(masks_of(batch, step.names))
+        _, plans = step.cp.plans(masks_of(batch, tuple(dict.fromkeys(step.model_config.mask_names))))
         names = [model.mask_names[layer] for stage in step.stages for layer in stage.part]
         total += sum(
             plans[name].bytes(step.cp.rank, phase, model.head_dim, ITEMSIZE)
