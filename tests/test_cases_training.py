@@ -150,7 +150,7 @@ def losses_on_ranks(
     if config.parallel.wrapper == "ddp":
         model = DistributedDataParallel(model, process_group=meshes.weights["shard"].get_group())
     else:
-        shard_weights(model, meshes, config)
+        shard_weights(model, model.blocks, meshes, config)
     step = TrainStep([model], meshes, config)
     mine = rows[rank // cp :: dp]
     loss, *_ = step.backward(mine)

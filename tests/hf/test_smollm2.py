@@ -104,6 +104,8 @@ def differences(name: str, layers: int, dtype: torch.dtype, seq_len: int) -> dic
 )
 def test_four_layers_in_fp64(name: str) -> None:
     found = differences(name, 4, torch.float64, 96)
+    # transformers normalises in fp32: a value on the edge between two of its numbers may fall either way.
+    assert found.pop("logits") <= 1e-7
     assert max(found.values()) <= 1e-9, found
 
 
