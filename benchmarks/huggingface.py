@@ -121,7 +121,10 @@ def step_of_ours(cp: int, seq_len: int) -> Callable[[], None]:
     def sharded() -> None:
         with context.sequence(mask, ids=batch.digest()) as seq:
             local = seq.shard(batch.tensors(), dim=1)
-            attend = lambda q, k, v, mask: seq.attention(q, k, v)  # noqa: E731
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, mask: str) -> Tensor:
+                return seq.attention(q, k, v)
+
             decoder(local["input_ids"], local["position_ids"], attend, local["labels"]).backward()
 
     return sharded

@@ -89,6 +89,13 @@ def check_name(kind: str, name: str, known: Iterable[str]) -> str:
     return name
 
 
+CHUNK = "chunk-"
+"""Prefix of the name of a mask of chunks, before their length: only models of transformers have such layers."""
+
+ROUTER_LOSS = "load_balancing_loss_func"
+"""Function with which a model file of transformers computes the load-balancing loss of its experts."""
+
+
 def mask_name(window: int | None) -> str:
     """Name the mask of a layer: "full", or "window-<w>"."""
     return "full" if window is None else f"window-{window}"

@@ -13,7 +13,7 @@ from typing import Any
 from longspan.advise.choose import choose_route
 from longspan.advise.costs import Costs
 from longspan.errors import SpecError
-from longspan.names import AUTO, BALANCED, window_of
+from longspan.names import AUTO, BALANCED, CHUNK, window_of
 from longspan.plan import Layout, Mask, Plan, check_comm_dtype, plan_attention, route_of
 from longspan.plan.arguments import whole
 from longspan.plan.layout import slots_of
@@ -102,7 +102,7 @@ class Planner:
 
     def documents(self, lengths: Sequence[int]) -> dict[str, Mask]:
         """Make each mask of `mask_layers` over a row of causal documents."""
-        return {name: _mask(name, lengths) for name in self.mask_layers}
+        return {name: documents_mask(name, lengths) for name in self.mask_layers}
 
     def plans(self, masks: Mapping[str, Mask], slots: int | None = None) -> tuple[Layout, dict[str, Plan]]:
         """Make the layout of a micro-batch, and a plan for each of its masks. `slots` fixes the local length."""
@@ -137,9 +137,8 @@ class Planner:
         return replace(plan, reason=reason) if reason else plan
 
 
-def _mask(name: str, lengths: Sequence[int]) -> Mask:
+def documents_mask(name: str, lengths: Sequence[int]) -> Mask:
     """Make the mask of a name over causal documents: "full", "window-<w>", or "chunk-<c>" of models of transformers."""
-    chunk = name.removeprefix("chunk-")
-    if chunk != name:
-        return Mask.chunked(lengths, int(chunk))
+    if name.startswith(CHUNK):
+        return Mask.chunked(lengths, int(name.removeprefix(CHUNK)))
     return Mask.documents(lengths, window=window_of(name))

@@ -81,7 +81,10 @@ def attention_function(
     """
     if attention_mask is None or isinstance(attention_mask, Tensor):
         _refuse_within_a_run(module)
-        return _plain(module, query, key, value, attention_mask, dropout, scaling, softcap, s_aux, sinks, others)
+        named = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
+        scores = {name: change for name, change in named.items() if change is not None}
+        options = others | {"dropout": dropout, "scaling": scaling}
+        return _plain(module, query, key, value, attention_mask, scores, options)
     if dropout:
         raise SpecError(
             f"{type(module).__name__} has attention dropout {dropout}, which longspan attention does not have",
@@ -120,25 +123,17 @@ def _plain(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    sinks: Tensor | None,
-    others: dict[str, Any],
+    scores: dict[str, Any],
+    options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Attend on this rank alone, by SDPA, or by the model's own eager attention for what SDPA lacks."""
-    named = {"softcap": softcap, "s_aux": s_aux, "sinks": sinks}
-    given = {name: value for name, value in named.items() if value is not None}
-    if not given:
-        out: Tensor = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **others
-        )[0]
+    """Attend on this rank alone, by SDPA, or by the model's own eager attention for changes of `scores`, which SDPA lacks."""
+    if not scores:
+        out: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, **options)[0]
         return out, None
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     if eager is None:
         raise SpecError(
-            f"{type(module).__name__} passed {', '.join(given)}, which SDPA does not compute, outside hf.sequence",
+            f"{type(module).__name__} passed {', '.join(scores)}, which SDPA does not compute, outside hf.sequence",
             hint='set model.set_attn_implementation("eager") for evaluation and generation',
         )
     seen = attention_mask
@@ -146,5 +141,5 @@ def _plain(
         seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if seen is not None and seen.dtype == torch.bool:
         seen = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
-    weights = eager(module, query, key, value, seen, scaling=scaling, dropout=dropout, **given, **others)
+    weights = eager(module, query, key, value, seen, **scores, **options)
     return weights[0], None

@@ -16,15 +16,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from longspan.advise.planner import documents_mask
 from longspan.errors import SpecError
-from longspan.names import mask_name, window_of
+from longspan.names import CHUNK, mask_name, window_of
 from longspan.plan import Mask
 from longspan.plan.mask import Band
 
 Flags = npt.NDArray[np.bool_]
 
 FULL, BIDIRECTIONAL, OVERLAY = "full", "bidirectional", "overlay"
-_CHUNK, _BOTH_SIDES = "chunk-", "both-sides-"
+_BOTH_SIDES = "both-sides-"
 
 
 def kind_of(
@@ -50,7 +51,7 @@ def kind_of(
     if chunked and getattr(config, "sliding_window", None) == local_size and mask_function is not None:
         query = torch.tensor(local_size)  # the first token of the second chunk sees the token before in a window alone
         chunked = not bool(mask_function(torch.tensor(0), torch.tensor(0), query, query - 1))
-    return f"{_CHUNK}{local_size}" if chunked else mask_name(local_size)
+    return f"{CHUNK}{local_size}" if chunked else mask_name(local_size)
 
 
 def mask_of(kind: str, lengths: Sequence[int], image: Flags | None = None) -> Mask:
@@ -60,17 +61,15 @@ def mask_of(kind: str, lengths: Sequence[int], image: Flags | None = None) -> Ma
     """
     if image is not None and image.any():
         return _with_blocks(kind, lengths, image)
-    if kind.startswith(_CHUNK):
-        return Mask.chunked(lengths, int(kind.removeprefix(_CHUNK)))
     if kind.startswith(_BOTH_SIDES):
         return Mask.documents(lengths, causal=False, window=int(kind.removeprefix(_BOTH_SIDES)) + 1)
     if kind == BIDIRECTIONAL:
         return Mask.documents(lengths, causal=False)
-    return Mask.documents(lengths, window=window_of(kind))
+    return documents_mask(kind, lengths)
 
 
 def _with_blocks(kind: str, lengths: Sequence[int], image: Flags) -> Mask:
-    if kind.startswith((_CHUNK, _BOTH_SIDES, BIDIRECTIONAL)):
+    if kind.startswith((CHUNK, _BOTH_SIDES, BIDIRECTIONAL)):
         raise SpecError(f"token_type_ids mark image tokens, which a {kind!r} mask does not have", hint="leave them out")
     hi = None if (window := window_of(kind)) is None else window - 1
     bands: list[Band] = []
@@ -94,7 +93,7 @@ def kinds_of_layers(config: Any) -> dict[str, int]:
         uses_window = isinstance(window, int) and getattr(config, "use_sliding_window", True)
         return {mask_name(window if uses_window else None): config.num_hidden_layers}
     kinds = [
-        f"{_CHUNK}{chunk}" if "chunk" in name and chunk else mask_name(window if "sliding" in name else None)
+        f"{CHUNK}{chunk}" if "chunk" in name and chunk else mask_name(window if "sliding" in name else None)
         for name in types
     ]
     return {kind: kinds.count(kind) for kind in kinds}

@@ -20,10 +20,9 @@ from transformers import PreTrainedModel
 from longspan.errors import SpecError
 from longspan.hf.adapters import check_adapters
 from longspan.hf.probe import NO_INTERFACE, AttentionCall, Event, Found, Probe, Trace
-from longspan.hf.router_loss import FUNCTION
 from longspan.hf.shrink import VOCABULARY, shrink
 from longspan.hf.wrappers import unwrapped
-from longspan.names import IGNORED
+from longspan.names import IGNORED, ROUTER_LOSS
 from longspan.plan import Layout
 
 SHORT = 52
@@ -65,8 +64,8 @@ def check(model: nn.Module, seq_len: int) -> Checked:
     and for a model of which no small copy can be made.
     """
     base = unwrapped(model)
+    check_adapters(base)
     if hasattr(base, "get_base_model"):  # an adapter of peft
-        check_adapters(base)
         base = base.get_base_model()
     if not isinstance(base, PreTrainedModel):
         raise SpecError(f"{type(base).__name__} is not a model of transformers", hint="give a PreTrainedModel")
@@ -132,7 +131,7 @@ def _check_dropout(model: nn.Module) -> None:
 
 def _check_router_loss(model: Any, cls: type) -> None:
     config = model.config.get_text_config()
-    if getattr(config, "output_router_logits", False) and not hasattr(sys.modules[cls.__module__], FUNCTION):
+    if getattr(config, "output_router_logits", False) and not hasattr(sys.modules[cls.__module__], ROUTER_LOSS):
         raise Found(
             "",
             "adds a router loss (output_router_logits=True) of its own over local tokens",

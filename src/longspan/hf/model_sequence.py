@@ -26,7 +26,6 @@ from longspan.data import Batch, to_padded
 from longspan.data.arrays import IntArray
 from longspan.errors import SpecError
 from longspan.hf import interface
-from longspan.hf.adapters import check_adapters
 from longspan.hf.mask_kinds import OVERLAY, kinds_of_layers, mask_of
 from longspan.hf.model_check import check
 from longspan.hf.router_loss import share_router_losses
@@ -232,7 +231,6 @@ def _check_model(model: Any) -> None:
             f"{type(model).__name__} was built with attn_implementation={given!r}",
             hint='call model.set_attn_implementation("longspan"), or from_pretrained(..., attn_implementation="longspan")',
         )
-    check_adapters(model)
 
 
 def _check_keywords(model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:

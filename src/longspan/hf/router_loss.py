@@ -13,23 +13,21 @@ from torch import nn
 
 from longspan.comm.gather import stack
 from longspan.hf.interface import open_sequence
+from longspan.names import ROUTER_LOSS
 
 if TYPE_CHECKING:
     from longspan.hf.model_sequence import Sequence
 
 Tensor = torch.Tensor
 
-FUNCTION = "load_balancing_loss_func"
-"""The function's name in each of transformers' model files that has one."""
-
 
 def share_router_losses(model: nn.Module) -> None:
     """Let the model files of `model` compute this loss over the open sequence, where there is one."""
     for name in {type(module).__module__ for module in model.modules()}:
         file = sys.modules[name]
-        plain = vars(file).get(FUNCTION)
+        plain = vars(file).get(ROUTER_LOSS)
         if plain is not None and not hasattr(plain, "on_one_rank"):
-            setattr(file, FUNCTION, _shared(plain))
+            setattr(file, ROUTER_LOSS, _shared(plain))
 
 
 def _shared(plain: Any) -> Any:

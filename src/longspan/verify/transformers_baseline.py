@@ -14,9 +14,7 @@ from torch import Tensor
 from longspan.data import Batch
 from longspan.model.transformers_config import TransformersConfig
 from longspan.model.transformers_model import to_dtype
-from longspan.names import DTYPES
-
-_ROUTER_LOSS = "load_balancing_loss_func"
+from longspan.names import DTYPES, ROUTER_LOSS
 
 
 def backward_by_document(
@@ -52,7 +50,7 @@ def losses(model: Any, batch: Batch, shape: TransformersConfig) -> tuple[Tensor,
     if not routed:
         return total, 0.0
     of_layers = tuple(torch.cat(layer) for layer in zip(*routed, strict=True))
-    compute = getattr(sys.modules[type(model).__module__], _ROUTER_LOSS)
+    compute = getattr(sys.modules[type(model).__module__], ROUTER_LOSS)
     router_loss = compute(of_layers, of_layers[0].shape[-1], shape.text.num_experts_per_tok)
     return total, router_loss * (shape.router_loss * batch.seq_len)
 
